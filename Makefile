@@ -12,6 +12,8 @@ SECONDS ?= 60
 SYNCS ?= 1000
 FAULTS ?= 10000
 JOBS ?= 2
+# More groups for `make test`, as .ci/run has it run.
+BEFORE ?=
 # What was skipped and which tests were slowest is said at the end.
 SLOW := -r s --durations 15 --durations-min 5
 
@@ -27,7 +29,7 @@ PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo build test check test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
-.PHONY: clean
+.PHONY: clean crates fuzz-smoke
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
@@ -42,11 +44,13 @@ demo: ## show the main job on this machine
 	$(CARGO) build $(DEV) --bin windlass
 	$(CARGO) run --quiet $(DEV) --bin windlass -- demo
 
-build: develop ## everything that tests need
+build: crates develop ## everything that tests need
+
+crates: # what cargo builds of it
 	$(CARGO) test $(DEV) --no-run
 
-test: build engine-venvs ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
-	scripts/groups.sh engines "contract testdata loom rust pytest"
+test: build engine-venvs .venv-nixl/ready ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
+	scripts/groups.sh engines "contract testdata pytest" "$(BEFORE) rust loom"
 
 check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
 	$(CARGO) fmt --all --check
@@ -60,7 +64,7 @@ QUICK := chunk config facts http load_plan names requests series strategy strate
 test-busy: ## all tests three times in a row beside processes that keep every core busy
 	scripts/busy.sh 3 $(MAKE) --no-print-directory test
 
-rust: ## the Rust tests and doc tests
+rust: $(READY) .venv-nixl/ready ## the Rust tests and doc tests
 	$(CARGO) test $(DEV) --no-fail-fast
 
 loom: ## every interleaving of the region's header protocol
@@ -107,7 +111,7 @@ gpu: ## the tests of the GPU path, with a real vLLM where WINDLASS_VLLM_PYTHON h
 	@found=0; $(PY) tests/gpu/needs.py || found=$$?; \
 	    if [ $$found = 77 ]; then exit 0; elif [ $$found != 0 ]; then exit $$found; fi; \
 	    $(MAKE) --no-print-directory gpu-build; \
-	    for part in kernels device manager quantised ipc end_to_end real_vllm vllm_ipc; do \
+	    for part in kernels device manager quantised merged ipc end_to_end real_vllm vllm_ipc; do \
 	        echo "== $$part"; PYTHONPATH=python $(PY) tests/gpu/$$part.py; done
 
 # Puts the extension in its place if it is another one: tests that run meanwhile have it open.
@@ -149,6 +153,9 @@ testdata: ## the generators in testdata/ make the golden files that are there
 fuzz: ## fuzz every parser, or TARGET=name, for SECONDS=60 each
 	scripts/fuzz.sh run "$(SECONDS)" $(TARGET)
 
+fuzz-smoke: # the committed corpus, and two seconds for each parser
+	scripts/fuzz.sh smoke
+
 doc: ## build the API documentation
 	$(CARGO) doc --workspace --no-deps --locked
 	@echo "open target/doc/windlass_core/index.html"
@@ -163,9 +170,10 @@ venv: $(READY) ## the Python environment .venv, from the pinned requirements
 
 engine-venvs: .venv-vllm/ready .venv-sglang/ready .venv-verl/ready .venv-skyrl/ready .venv-openrlhf/ready ## environments with vLLM, SGLang, verl, SkyRL and OpenRLHF for a CPU, from the pinned requirements
 
+# Programs of these environments compile what they import, and keep it; that is a small part of the 27,000 files in each.
 .venv-%/ready: requirements/%.txt .venv/ready
 	.venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-$*
-	env -u PYTHONDONTWRITEBYTECODE .venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv-$*/bin/python $<
+	.venv/bin/uv pip sync --quiet --require-hashes --python .venv-$*/bin/python $<
 	touch $@
 
 develop: $(READY) ## build the extension and put it where python/ finds it
@@ -200,11 +208,13 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	for group in dev torch; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
+	$(PY) -m uv pip compile --quiet --upgrade --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
+	    --no-emit-find-links --python-version 3.11 requirements/nixl.in -o requirements/nixl.txt
 	for group in vllm sglang verl skyrl openrlhf; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 --override requirements/$$group.overrides \
 	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .tools python/windlass-*.dist-info
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .tools python/windlass-*.dist-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -50,7 +50,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / "tests" / "engines"), str(ROOT / "tests" / "gpu"), str(ROOT / "python")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("tests/engines", "tests/gpu", "tests/python", "python")]
 
 import needs  # noqa: E402
 

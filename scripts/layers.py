@@ -48,6 +48,7 @@ UNSAFE_ALLOWED = [
     "crates/windlass-data/src/simd.rs",
     "crates/windlass-data/src/simd/*.rs",
     "crates/windlass-data/src/file.rs",
+    "crates/windlass-data/src/nixl/library.rs",
     "crates/windlass-py/src/memory.rs",
 ]
 # Where `async` may stand.

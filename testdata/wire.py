@@ -17,7 +17,7 @@ M = (1 << 64) - 1
 SECRET = bytes.fromhex("b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f")
 KINDS = {
     "hello": 1, "challenge": 2, "proof": 3, "accept": 4, "refuse": 5,
-    "claim": 16, "data": 17, "stripe_end": 18, "ack": 19, "done": 20, "error": 21, "holds": 22,
+    "claim": 16, "data": 17, "stripe_end": 18, "ack": 19, "done": 20, "error": 21, "holds": 22, "reach": 23, "memory": 24,
     "ping": 32, "pong": 33,
 }  # fmt: skip
 ERRORS = [
@@ -25,6 +25,7 @@ ERRORS = [
     "exhausted", "unsupported", "denied", "cancelled", "bug",
 ]  # fmt: skip
 STAGES = ["handshake", "claim", "data", "verify", "complete"]
+MINOR = 1
 PAYLOAD = b"sixteen bytes..."
 
 
@@ -74,9 +75,10 @@ def body(kind: str, m) -> bytes:
             return struct.pack("<B4B3x", ERRORS.index(m["kind"]) + 1, *versions) + m["message"].encode()
         case "claim":
             ((extent, e),) = m["extent"].items()
+            carriage = {"sent": 0, "read": 1}[m["carriage"]]
             if extent == "blocks":
-                return struct.pack("<HBxIQQ", m["attempt"], 0, 0, e["first"], e["count"])
-            return struct.pack("<HBxIQQ", m["attempt"], 1, e["payload"], e["offset"], e["len"])
+                return struct.pack("<HBBIQQ", m["attempt"], 0, carriage, 0, e["first"], e["count"])
+            return struct.pack("<HBBIQQ", m["attempt"], 1, carriage, e["payload"], e["offset"], e["len"])
         case "stripe_end":
             ((check, sums),) = m["check"].items()
             if check == "xxh3":
@@ -96,6 +98,13 @@ def body(kind: str, m) -> bytes:
             return struct.pack("<BBBx", *codes) + m["message"].encode()
         case "holds":
             return b"".join(struct.pack("<II", r["start"], r["end"] - r["start"]) for r in m)
+        case "reach":
+            ((answer, r),) = m.items()
+            text = r["library" if answer == "able" else "why"].encode()
+            head = struct.pack("<BxH", {"able": 0, "unable": 1}[answer], len(text))
+            return head + text + bytes(r.get("metadata", []))
+        case "memory":
+            return struct.pack("<QQ", m["address"], m["bytes"])
         case "ping" | "pong":
             return struct.pack("<Q", m)
     raise ValueError(f"no body is known for {kind}")
@@ -115,14 +124,14 @@ def handshake(h: dict) -> None:
     stream, nonces = h["stream"], h["receiver_nonce"] + h["sender_nonce"]
 
     def proof(label: bytes) -> str:
-        numbers = struct.pack("<24sBBBxHHI", label, 1, 0, 0, stream["index"], stream["epoch"], h["source"])
+        numbers = struct.pack("<24sBBBxHHI", label, 1, MINOR, MINOR, stream["index"], stream["epoch"], h["source"])
         covered = numbers + bytes.fromhex(h["ticket"] + nonces)
         assert len(covered) == 116
         return hmac.new(bytes.fromhex(h["key"]), covered, hashlib.sha256).hexdigest()
 
     def say(kind: str, content) -> str:
         content = body(kind, content)
-        version = {"major": 1, "minor": 0}
+        version = {"major": 1, "minor": MINOR}
         header = {"version": version, "kind": kind, "stream": stream, "stripe": 0, "offset": 0}
         return frame(header | {"body_len": len(content)}, content).hex()
 

@@ -16,6 +16,7 @@ use windlass_core::kernel::Portable;
 use windlass_core::manifest::{Manifest, ManifestError, SafetensorsHeader, TensorSpec};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::request::{WeightUpdateRequest, parse_request, parse_request_json};
+use windlass_core::store::{AnchorIndex, Chain, Head, Object, VersionIndex, Way};
 use windlass_core::sync_info::WeightSyncInfo;
 use windlass_core::wire::{Frame, HEADER_LEN, Header, Ticket, decode_frame, decode_header};
 use xxhash_rust::xxh3::{Xxh3, xxh3_64};
@@ -24,8 +25,14 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64};
 pub type Target = fn(&[u8]);
 
 /// Every target, by name; `fuzz/corpus/NAME` holds its corpus.
-pub const TARGETS: &[(&str, Target)] =
-    &[("manifest", manifest), ("delta", delta), ("roster", roster), ("request", request), ("frame", frame)];
+pub const TARGETS: &[(&str, Target)] = &[
+    ("manifest", manifest),
+    ("delta", delta),
+    ("roster", roster),
+    ("request", request),
+    ("frame", frame),
+    ("store", store),
+];
 
 /// Enough blocks to see that a cut table is sound; an image may have billions.
 const BLOCKS: u32 = 1000;
@@ -74,6 +81,39 @@ fn check_manifest(manifest: &Manifest) {
         let block = manifest.cuts().block(b).expect("a block that is counted exists");
         let units = manifest.tensors()[block.tensor as usize].units();
         assert!(block.units() > 0 && block.tensor_unit(block.units() - 1) < units, "{block:?}");
+    }
+}
+
+/// The documents of a store, and the name of an object.
+pub fn store(data: &[u8]) {
+    if let Ok(index) = VersionIndex::from_json(data) {
+        assert_eq!(VersionIndex::from_json(&index.to_json()).as_ref(), Ok(&index));
+        let (chain, to) = (Chain::new(&index), index.identity.version);
+        assert!(matches!(chain.way(None, to), Some(Way::Anchor { .. })), "an anchor always leads there");
+        let passed = [index.anchor.start, index.anchor.version, to];
+        for version in passed.into_iter().chain(index.deltas.iter().map(|d| d.target)) {
+            let digest = chain.digest_of(version).expect("the chain passes it");
+            assert_eq!(index.digest_of(version), Some(digest));
+            let deltas = chain.between(version, to).unwrap_or_default();
+            assert!(deltas.windows(2).all(|w| w[0].target == w[1].base && w[0].base < w[0].target));
+            assert_eq!(deltas.is_empty(), version == to);
+        }
+    }
+    if let Ok(anchor) = AnchorIndex::from_json(data) {
+        assert_eq!(AnchorIndex::from_json(&anchor.to_json()).as_ref(), Ok(&anchor));
+        let versions = anchor.block_versions().expect("its parts are in order");
+        assert_eq!(versions.covered().len(), anchor.blocks);
+        for part in anchor.parts.iter().take(BLOCKS as usize) {
+            assert!(versions.version_of(part.first) == Some(part.version) && part.version >= anchor.start);
+        }
+    }
+    if let Ok(head) = Head::from_json(data) {
+        assert_eq!(Head::from_json(&head.to_json()), Ok(head));
+    }
+    if let Ok(name) = std::str::from_utf8(data)
+        && let Some(object) = Object::parse(name)
+    {
+        assert_eq!(object.to_string(), name);
     }
 }
 

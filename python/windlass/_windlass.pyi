@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final, SupportsFloat, SupportsIndex, final
 
-__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "EngineDriver", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "host_memory", "kinds", "legacy_request", "link_model", "main", "make_place", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "place_baseline", "rank_offsets", "read_token", "threshold_from_gb", "world_size"]
+__all__ = ["__version__", "Backoff", "Baseline", "Chunker", "Copies", "CopyTable", "DeltaOnItsWay", "DeltaRecords", "DevicePlan", "EngineDriver", "Exported", "FetchedDelta", "Gpu", "Held", "Layout", "LoadPlan", "Memory", "Opened", "Publisher", "Receiver", "Registered", "SharedMemory", "Signal", "StagedDelta", "Supervisor", "check_endpoint", "check_host", "check_model_id", "check_store_url", "choose", "combine_digests", "dtype_bits", "dtype_name", "dtype_safetensors", "dtypes", "engine_rank", "extent", "gpu_survey", "host_memory", "kinds", "layout_of", "legacy_request", "link_model", "main", "make_place", "module_of", "open_image", "packed_layout", "parse_request", "parse_sync_info", "place_baseline", "rank_offsets", "read_token", "threshold_from_gb", "world_size"]
 
 __version__: Final[str]
 """
@@ -464,6 +464,10 @@ class Held:
         """
         Of which life of the publisher.
         """
+    def lacks(self, /, selection: str) -> list[str]:
+        """
+        Those of the tensors of a selection, in JSON, of which the image does not hold all that is selected.
+        """
     def layout(self, /) -> Layout:
         """
         Its tensors.
@@ -485,6 +489,17 @@ class Held:
     def renew(self, /, seconds: SupportsFloat | SupportsIndex) -> None:
         """
         Gives it `seconds` from now. An error if it was taken back before.
+        """
+    @property
+    def slice(self, /) -> bytes | None:
+        """
+        Which blocks the image holds, if it keeps only a slice of the model: equal for equal slices of one layout. Its
+        digest is then that of the slice.
+        """
+    def torn(self, /) -> list[str]:
+        """
+        The tensors that the image does not hold whole, because it keeps only a slice. Where something is missing, its
+        bytes are zeros.
         """
     @property
     def version(self, /) -> int:
@@ -751,12 +766,14 @@ class Receiver:
     """
     Keeps an image at the newest version of one publisher.
     """
-    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, relay: bool = True, relay_ports: tuple[SupportsIndex, SupportsIndex] = ..., timeout: SupportsFloat | SupportsIndex | None = None) -> Receiver:
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, slice: str | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, relay: bool = True, relay_ports: tuple[SupportsIndex, SupportsIndex] = ..., nixl: bool = False, nixl_library: str | PathLike[str] | None = None, timeout: SupportsFloat | SupportsIndex | None = None) -> Receiver:
         """
         Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-        below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
+        below `image_dir`: all of it, or the `slice` that a selection in JSON
+        names. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
         where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
-        first free port of `relay_ports`; zeros mean any. With `timeout` the agent must answer within it; without, one that is away is
+        first free port of `relay_ports`; zeros mean any. With `nixl` it reads images from the agent's memory where the agent lets it, by the
+        library at `nixl_library` or that of the active environment. With `timeout` the agent must answer within it; without, one that is away is
         waited for by whatever needs it first.
         """
     def close(self, /) -> None:
@@ -913,6 +930,11 @@ def check_model_id(text: str) -> None:
     Checks the id of a model, which is also the name of a directory.
     """
 
+def check_store_url(text: str) -> None:
+    """
+    Checks the URL of a store, such as `s3://bucket/run`.
+    """
+
 def choose(facts: str, overrides: str) -> str:
     """
     Decides on strategy, link and codec: JSON text of the facts and of the overrides in, of the choice out.
@@ -970,6 +992,12 @@ def kinds() -> list[tuple[str, str, str, str]]:
     The table of kinds: (kind, name of the exception, name of the builtin it derives from, meaning).
     """
 
+def layout_of(endpoint: str, token: str, tls_ca: str | PathLike[str] | None = None, timeout: SupportsFloat | SupportsIndex = 60.0) -> tuple[str, Layout]:
+    """
+    The layout that the agent at `endpoint` serves, and of which incarnation: for those who must know what they
+    need of it before there is an image. Waits for the agent, and for its first version, until `timeout`.
+    """
+
 def legacy_request(text: str, one: bool) -> str:
     """
     The legacy dictionaries of a request, as JSON text of a list. With `one`, a request that is several is refused.
@@ -997,10 +1025,11 @@ def module_of(name: str) -> str | None:
     The module of a parameter: its name without the last two dotted parts, or `None` where nothing remains.
     """
 
-def open_image(dir: str | PathLike[str], seconds: SupportsFloat | SupportsIndex = 300.0, timeout: SupportsFloat | SupportsIndex = 60.0) -> Held:
+def open_image(dir: str | PathLike[str], seconds: SupportsFloat | SupportsIndex = 300.0, timeout: SupportsFloat | SupportsIndex = 60.0, *, slices: bool = False) -> Held:
     """
     Holds the whole version in the image at `dir` for at most `seconds`. Needs no receiver: an image stays when its
-    receiver is gone. Waits for the image, and for a whole version in it, until `timeout`.
+    receiver is gone. Waits for the image, and for a whole version in it, until `timeout`. An image that keeps only a slice
+    is refused unless the caller sees to it that nothing else is read (`slices`).
     """
 
 def packed_layout(names: SupportsGetItem[int, str], dtypes: SupportsGetItem[int, str], shapes: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]) -> list[tuple[int, int, int]]:

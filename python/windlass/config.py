@@ -35,6 +35,7 @@ __all__ = [
     "ReceiverAgentConfig",
     "ReceiverInfo",
     "SenderAgentConfig",
+    "StoreConfig",
     "TransferEngineConfig",
     "TransferStatus",
     "WeightManagerConfig",
@@ -186,7 +187,8 @@ class SenderAgentConfig(Config):
     ``history`` and ``history_bytes`` bound the deltas kept for receivers that are behind; of the versions that are
     handed out by delta, the bytes of the first and of every ``check_every``-th are summed (0 for none); receivers pass
     deltas on to each other once there are ``relay_from`` of them that can, and full images always (0 disables relay); ``threads`` is
-    the number of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``.
+    the number of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``. With ``nixl`` "auto" or
+    "on", receivers may read full images from the agent's memory (``docs/nixl.md``), by the library at ``nixl_library``.
     """
 
     enabled: bool = True
@@ -199,6 +201,8 @@ class SenderAgentConfig(Config):
     history_bytes: int = 4 << 30
     check_every: int = 16
     relay_from: int = 3
+    nixl: str = "off"
+    nixl_library: str | None = None
     threads: int | None = None
     log: str | None = None
 
@@ -212,12 +216,45 @@ class SenderAgentConfig(Config):
         self._ports("ports")
         if self.data_ports is not None:
             self._ports("data_ports")
-        self._text("token_file", "log", optional=True)
+        self._text("token_file", "log", "nixl_library", optional=True)
+        self._choice("nixl", "off", "auto", "on")
         self._count("history", 1, 4096)
         self._count("history_bytes", 0, 1 << 62)
         self._count("check_every", 0, 1 << 32)
         self._count("relay_from", 0, 1 << 32)
         self._count("threads", 1, 4096, optional=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreConfig(Config):
+    """Where the agent uploads versions: ``s3://BUCKET/RUN``, ``gs://``, ``az://`` or ``file:///DIRECTORY`` (docs/store.md).
+
+    An anchor is written after ``anchor_every`` versions at the latest. The oldest versions beyond ``keep`` of them, ``keep_hours`` of age
+    or ``keep_bytes`` in all are removed; what is not given does not limit. ``bandwidth`` bounds the bytes uploaded per second.
+    Memory is bounded by ``streams`` parts of ``part_bytes`` at once. Credentials come from the environment.
+    """
+
+    url: str
+    anchor_every: int = 64
+    keep: int | None = None
+    keep_hours: float | None = None
+    keep_bytes: int | None = None
+    bandwidth: int | None = None
+    part_bytes: int = 32 << 20
+    streams: int = 4
+
+    def __post_init__(self) -> None:
+        self._by_core("url", _windlass.check_store_url)
+        self._count("anchor_every", 1, 2048)
+        self._count("keep", 1, 1 << 62, optional=True)
+        if self.keep_hours is not None:
+            self._above_zero("hours", "keep_hours")
+            if self.keep_hours >= 1e6:
+                raise self._bad("keep_hours", "hours, less than a million, or None")
+        self._count("keep_bytes", 1, 1 << 62, optional=True)
+        self._count("bandwidth", 1, 1 << 62, optional=True)
+        self._count("part_bytes", 5 << 20, 128 << 20)
+        self._count("streams", 1, 64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,12 +303,16 @@ class WeightManagerConfig(Config):
     ``baseline`` says where a GPU keeps what it compares with: "auto" takes GPU memory as long as some is left for the trainer and
     page-locked host memory for the rest, "device" and "host" take one of them, and a number is the most bytes of GPU memory
     (docs/gpu.md).
+    ``slices`` is the largest number of tensor-parallel ranks that keep only their share of the model (docs/slices.md): columns
+    of matrices are cut into so many equal parts. The same on all ranks.
     ``strict`` refuses parameters that can only be gathered. ``group_readable`` lets the owner's group read the region,
     and ``memfd`` says what to do where ``region_dir`` is too small: anonymous memory, or an error.
 
     ``tls_cert`` and ``tls_key`` are PEM files: the certificate that the agent shows (with its chain), for the host that
     it advertises, and its key. Requests and data are then inside TLS. ``tls_ca`` is a PEM file with those to trust: the
     controller, and agents on other hosts (without it, the file that ``WINDLASS_TLS_CA`` names, or the system's).
+
+    ``store`` is where the agent uploads each version: a URL such as "s3://bucket/run", or a :class:`StoreConfig` (docs/store.md).
     """
 
     model_id: str = "policy"
@@ -287,6 +328,7 @@ class WeightManagerConfig(Config):
     timeout: float = 120.0
     offload_mode: Literal["copy", "delta", "auto"] = "auto"
     baseline: Literal["auto", "device", "host"] | int = "auto"
+    slices: int = 1
     controller: str | None = ""
     controller_token_file: str | None = None
     strict: bool = False
@@ -295,10 +337,15 @@ class WeightManagerConfig(Config):
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
+    store: StoreConfig | str | None = None
     agent: SenderAgentConfig = field(default_factory=SenderAgentConfig)
     engine: TransferEngineConfig = field(default_factory=TransferEngineConfig)
 
-    _parts: ClassVar = {"agent": SenderAgentConfig.from_dict, "engine": TransferEngineConfig.from_dict}
+    _parts: ClassVar = {
+        "agent": SenderAgentConfig.from_dict,
+        "engine": TransferEngineConfig.from_dict,
+        "store": StoreConfig.from_dict,
+    }
 
     def __post_init__(self) -> None:
         self._text("model_id", "region_dir")
@@ -319,6 +366,7 @@ class WeightManagerConfig(Config):
             fits = self.baseline in ("auto", "device", "host")
         if not fits:
             raise self._bad("baseline", "'auto', 'device', 'host', or the most bytes of GPU memory")
+        self._count("slices", 1, 4096)
         if self.controller != "":
             self._by_core("controller", _windlass.check_endpoint)
         self._text("controller_token_file", optional=True)
@@ -329,6 +377,12 @@ class WeightManagerConfig(Config):
             raise self._bad(missing, "a file, since a certificate and its key go together")
         self._part("agent", SenderAgentConfig)
         self._part("engine", TransferEngineConfig)
+        if isinstance(self.store, str):
+            object.__setattr__(self, "store", StoreConfig(url=self.store))
+        elif self.store is not None:
+            self._part("store", StoreConfig)
+        if self.store is not None and not self.agent.enabled:
+            raise self._bad("store", "None, since agent.enabled is False and the agent is what uploads")
 
     def _model_id(self) -> None:
         try:

@@ -6,8 +6,8 @@ For ``AsyncGRPOTrainer`` (and async distillation), an argument:
 >>> transfer = WindlassTransfer("http://engine:8000", token_file="token")                         # doctest: +SKIP
 >>> trainer = AsyncGRPOTrainer(model=..., weight_transfer=transfer)                               # doctest: +SKIP
 
-For ``GRPOTrainer``, ``RLOOTrainer`` and the others that sync by TRL's ``VLLMClient`` (``vllm_mode="server"``), one call before the
-trainer is made:
+For ``GRPOTrainer``, ``RLOOTrainer``, ``OnlineDPOTrainer`` and the others that sync by TRL's ``VLLMClient`` (``vllm_mode="server"``), one
+call before the trainer is made:
 
 >>> windlass.trl.use(token_file="token")                                                          # doctest: +SKIP
 
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import inspect
 import ipaddress
 import logging
 import os
@@ -31,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from windlass.engines.vllm.endpoint import PauseOptions
 from windlass.errors import WindlassInvalid, WindlassUnsupported
+from windlass.frameworks.after_import import after_import
 from windlass.frameworks.sender import Published, Sender, listed, reached_by, settings_of
 from windlass.frameworks.servers import Loaded, Servers, own_address
 
@@ -213,7 +216,8 @@ class WindlassTransfer:
 
 
 def use(servers: str | Iterable[str] | None = None, **how: Any) -> None:
-    """From now on, TRL's ``VLLMClient`` syncs by Windlass: ``GRPOTrainer``, ``RLOOTrainer`` and whatever else builds on it.
+    """From now on, TRL's ``VLLMClient`` syncs by Windlass: ``GRPOTrainer``, ``RLOOTrainer``, ``OnlineDPOTrainer`` and all others that
+    build on it.
 
     Call it before the trainer is made. ``servers`` are by default the one that the trainer was configured with; the other arguments
     are those of :class:`WindlassTransfer`. Colocated engines (``vllm_mode="colocate"``) are refused: they take weights inside the process.
@@ -277,16 +281,13 @@ def use(servers: str | Iterable[str] | None = None, **how: Any) -> None:
     start = getattr(generation._init_vllm, "_windlass_base", generation._init_vllm)
 
     def _init_vllm(self: Any) -> Any:
-        if self.mode != "server":
-            raise WindlassUnsupported(
-                f"windlass.trl.use() was called, and vllm_mode is {self.mode!r}: a colocated engine takes its weights inside the "
-                "process",
-                'set vllm_mode="server", or do not call use()',
-            )
+        _refuse_colocated(self.mode)
         return start(self)
 
     _init_vllm._windlass_base = start  # type: ignore[attr-defined]
     generation._init_vllm = _init_vllm
+    # It makes its engines itself.
+    after_import("trl.experimental.online_dpo.online_dpo_trainer", _online_dpo)
     for module in list(sys.modules.values()):
         # Those that took the name over when they were imported.
         if (
@@ -294,3 +295,27 @@ def use(servers: str | Iterable[str] | None = None, **how: Any) -> None:
             and getattr(module, "VLLMClient", None) is before
         ):
             module.VLLMClient = WindlassVLLMClient  # type: ignore[attr-defined]
+
+
+def _refuse_colocated(mode: str) -> None:
+    if mode != "server":
+        raise WindlassUnsupported(
+            f"windlass.trl.use() was called, and vllm_mode is {mode!r}: a colocated engine takes its weights inside the process",
+            'set vllm_mode="server", or do not call use()',
+        )
+
+
+def _online_dpo(module: Any) -> None:
+    """``OnlineDPOTrainer`` is colocated unless it is told otherwise."""
+    trainer = module.OnlineDPOTrainer
+    begin = trainer.__init__
+    if begin.__module__ == __name__:
+        return
+
+    def __init__(self: Any, *given: Any, **named: Any) -> None:
+        args = inspect.signature(begin).bind(self, *given, **named).arguments.get("args")
+        if args is not None and args.use_vllm:
+            _refuse_colocated(args.vllm_mode)
+        begin(self, *given, **named)
+
+    trainer.__init__ = functools.wraps(begin, assigned=("__doc__", "__name__", "__qualname__"))(__init__)

@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 _vllm = importlib.util.find_spec("vllm")
 #: What runs in engines and frameworks only, and what runs in vLLM's own environment.
 collect_ignore = ["plugin", "stubs", "openrlhf/plugin", "openrlhf/end_to_end.py"]
-collect_ignore += ["skyrl/plugin", "verl/plugin", "verl/end_to_end.py"]
+collect_ignore += ["skyrl/plugin", "skyrl/interface", "verl/plugin", "verl/end_to_end.py"]
 collect_ignore += [] if _vllm and _vllm.origin else ["vllm/inside"]
 
 

@@ -15,7 +15,7 @@ class Flight:
 
     def __init__(self, url: str, path: str, body: Mapping[str, Any]) -> None:
         parts = urllib.parse.urlsplit(url)
-        self._connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=120)
+        self._connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=300)
         words = json.dumps({"stream": True, **body})
         self._connection.request("POST", path, words, {"Content-Type": "application/json"})
         self._last: dict[str, Any] = {}
@@ -24,7 +24,7 @@ class Flight:
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
-        if not self._begun.wait(60):
+        if not self._begun.wait(180):
             raise TimeoutError("the request did not begin")
 
     def _read(self) -> None:
@@ -44,7 +44,7 @@ class Flight:
         """Whether its answer has ended."""
         return not self._thread.is_alive()
 
-    def result(self, timeout: float = 120.0) -> dict[str, Any]:
+    def result(self, timeout: float = 300.0) -> dict[str, Any]:
         """The whole answer."""
         self._thread.join(timeout)
         if self._thread.is_alive():

@@ -2,7 +2,8 @@
 
 Owns: command lines, environments and logs of vLLM and SGLang servers on a machine without a GPU. Each engine lives in an
 environment of its own; ``WINDLASS_VLLM_PYTHON`` and ``WINDLASS_SGLANG_PYTHON`` say where its Python is, otherwise
-``.venv-vllm`` and ``.venv-sglang`` of this tree (``make engine-venvs``).
+``.venv-vllm`` and ``.venv-sglang`` of this tree (``make engine-venvs``). Servers are forks of a process that has imported
+their engine (tests/python/template.py); test_examples.py starts them by the commands that a user types.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from template import Process, Template
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PACKAGE = ROOT / "python"
@@ -39,11 +42,69 @@ def python_of(engine: str) -> Path:
     return python
 
 
+_held: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port that nobody listens on now, and that the system gives to no other process as long as this one lives.
+
+    It stays bound here without a listener, so only a server that is told the number, and reuses addresses, can have it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    _held.append(holder)
+    return int(holder.getsockname()[1])
+
+
+VLLM = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+    # Nothing is compiled for the few tokens of a test.
+    "TORCHDYNAMO_DISABLE": "1",
+}
+SGLANG = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
+
+
+def environment_of(engine: str) -> dict[str, str]:
+    """The variables of all programs of an engine's environment."""
+    paths = [HERE / "stubs"] if engine == "sglang" else PLUGINS[engine]
+    drop = {"PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS"}
+    return {
+        **{k: v for k, v in os.environ.items() if k not in drop},
+        **(SGLANG if engine == "sglang" else VLLM),
+        # Threads that wait for each other at every operation are slow on cores that others use too.
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": os.pathsep.join([str(python_of(engine).parent), os.environ["PATH"]]),
+        "PYTHONPATH": os.pathsep.join(map(str, [PACKAGE, *paths])),
+    }
+
+
+#: What servers import, in the one or the other of their processes.
+IMPORTS_OF_VLLM = (
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.cli.benchmark.main",
+    "vllm.entrypoints.cli.openai",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3",
+)
+IMPORTS_OF_SGLANG = ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry")
+IMPORTS = {"vllm": IMPORTS_OF_VLLM, "verl": IMPORTS_OF_VLLM, "sglang": IMPORTS_OF_SGLANG}
+
+
+_templates: dict[str, Template] = {}
+
+
+def template(engine: str) -> Template:
+    """The one that forks for an engine's environment, as long as this process lives."""
+    if engine not in _templates:
+        _templates[engine] = Template(python_of(engine), IMPORTS[engine], environment_of(engine))
+    return _templates[engine]
 
 
 class HttpFailure(RuntimeError):
@@ -61,23 +122,35 @@ class Server:
     health = "/health"
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], *, port: int, deadline: float = 240.0
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        port: int,
+        deadline: float,
+        engine: str | None = None,
     ) -> None:
+        """With ``engine``, the command is what follows the Python of that engine, and a template forks for it."""
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._command = list(command)
         self._env = dict(env)
         self._deadline = deadline
-        self._process: subprocess.Popen[bytes] | None = None
+        self._engine = engine
+        self._process: Process | subprocess.Popen[bytes] | None = None
         descriptor, path = tempfile.mkstemp(prefix="windlass-engine-", suffix=".log")
         os.close(descriptor)
         self.log = Path(path)
 
     def start(self) -> None:
         """Starts it and returns at once."""
-        drop = {"PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS", "PYTHONPATH"}
-        inherited = {k: v for k, v in os.environ.items() if k not in drop}
         with self.log.open("ab") as log:
+            if self._engine is not None:
+                env = {**environment_of(self._engine), **self._env}
+                self._process = template(self._engine).start(self._command, env, stdout=log, fork=True)
+                return
+            drop = {"PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS", "PYTHONPATH"}
+            inherited = {k: v for k, v in os.environ.items() if k not in drop}
             self._process = subprocess.Popen(
                 self._command,
                 # Threads that wait for each other at every operation are slow on cores that others use too.
@@ -124,7 +197,7 @@ class Server:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(30)
+            self._process.wait(120)
             self._process = None
 
     def request(
@@ -133,7 +206,7 @@ class Server:
         path: str,
         body: Any = None,
         *,
-        timeout: float = 60.0,
+        timeout: float = 180.0,
         headers: Mapping[str, str] = {},
     ) -> Any:
         """One request; the JSON of the answer, or its text."""
@@ -208,33 +281,24 @@ class Vllm(Server):
         environment: Literal["vllm", "verl"] = "vllm",
     ) -> None:
         port = free_port()
-        python = python_of(environment)
-        command = [str(python), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--max-model-len", "512"]
-        command += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny", *options]
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", str(model), "--host", "127.0.0.1"]
+        argv += ["--port", str(port), "--dtype", dtype, "--max-model-len", "512"]
+        argv += ["--max-num-seqs", "8", "--enforce-eager", "--served-model-name", "tiny", *options]
         # With one worker, none in a process of its own: two that wait for each other spin, on as many cores.
-        command += ["-tp", str(tp)] if tp > 1 else []
+        argv += ["-tp", str(tp)] if tp > 1 else []
         if tp == 1 and "--distributed-executor-backend" not in options:
-            command += ["--distributed-executor-backend", "uni"]
-        own = {
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_LOGGING_LEVEL": "INFO",
-            "PYTHONPATH": os.pathsep.join(map(str, [PACKAGE, *PLUGINS[environment]])),
-            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
-        }
+            argv += ["--distributed-executor-backend", "uni"]
+        own = {}
         if dev:
             own["VLLM_SERVER_DEV_MODE"] = "1"
         if plain:
             own["WINDLASS_TEST_PLAIN_WEIGHTS"] = "1"
         if plugins is not None:
             own["VLLM_PLUGINS"] = plugins
-        super().__init__(command, {**own, **env}, port=port, deadline=deadline)
+        super().__init__(argv, {**own, **env}, port=port, deadline=deadline, engine=environment)
 
     def generate(self, prompt: Sequence[int], tokens: int = 24, **how: Any) -> list[int]:
-        timeout = how.pop("timeout", 60.0)
+        timeout = how.pop("timeout", 180.0)
         body = {"model": "tiny", "prompt": list(prompt), "max_tokens": tokens, "temperature": 0.0}
         body |= {"ignore_eos": True, "return_token_ids": True, **how}
         answer = self.post("/v1/completions", body, timeout=timeout)
@@ -255,40 +319,25 @@ class Sglang(Server):
         deadline: float = 300.0,
     ) -> None:
         port = free_port()
-        python = python_of("sglang")
-        command = [str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
-        command += [
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(port),
-            "--dtype",
-            dtype,
-            "--disable-overlap-schedule",
-        ]
-        command += ["--attention-backend", "torch_native", "--mem-fraction-static", "0.4"]
-        command += ["--max-total-tokens", "4096", "--sleep-on-idle", *options]
+        argv = ["-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
+        argv += ["--host", "127.0.0.1", "--port", str(port), "--dtype", dtype, "--disable-overlap-schedule"]
+        argv += ["--attention-backend", "torch_native", "--mem-fraction-static", "0.4"]
+        argv += ["--max-total-tokens", "4096", "--sleep-on-idle", *options]
         if tp > 1:
-            command += ["--tp", str(tp)]
-        own = {
-            "SGLANG_USE_CPU_ENGINE": "1",
-            "HF_HUB_OFFLINE": "1",
-            "SGLANG_NCCL_SO_PATH": "/nonexistent",
-            "PYTHONPATH": os.pathsep.join([str(PACKAGE), str(HERE / "stubs")]),
-            "PATH": os.pathsep.join([str(python.parent), os.environ["PATH"]]),
-        }
-        own["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
-        super().__init__(command, {**own, **env}, port=port, deadline=deadline)
+            argv += ["--tp", str(tp)]
+        threads = "|".join(str(i % (os.cpu_count() or 1)) for i in range(tp))
+        own = {"SGLANG_CPU_OMP_THREADS_BIND": threads, **env}
+        super().__init__(argv, own, port=port, deadline=deadline, engine="sglang")
 
     def generate(self, prompt: Sequence[int], tokens: int = 24, **how: Any) -> list[int]:
-        timeout = how.pop("timeout", 60.0)
+        timeout = how.pop("timeout", 180.0)
         sampling = {"temperature": 0.0, "max_new_tokens": tokens, "ignore_eos": True}
         answer = self.post(
             "/generate", {"input_ids": list(prompt), "sampling_params": sampling, **how}, timeout=timeout
         )
         return [int(t) for t in answer["output_ids"]]
 
-    def flush(self, timeout: float = 60.0) -> None:
+    def flush(self, timeout: float = 180.0) -> None:
         """Forgets cached prefixes. A request whose answer is out may still be on its way out of the scheduler, and the
         server refuses the flush until it is gone."""
         until = time.monotonic() + timeout

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import sys
 import tempfile
@@ -553,23 +552,7 @@ def main() -> int:
     torch.manual_seed(args.seed)
     gpu = w.Gpu.open(0)
     say(f"seed {args.seed}, {gpu.name}, driver for CUDA {gpu.cuda[0]}.{gpu.cuda[1]}")
-    failed = 0
-    for name, test in [(n, f) for n, f in globals().items() if n.startswith("test_")]:
-        if args.names and not any(n in name for n in args.names):
-            continue
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        began = time.monotonic()
-        try:
-            note = test(gpu)
-            say(f"ok    {time.monotonic() - began:6.1f} s  {name}: {note}")
-        except Exception as e:
-            failed += 1
-            import traceback
-
-            traceback.print_exc()
-            say(f"FAIL  {time.monotonic() - began:6.1f} s  {name}: {type(e).__name__}: {e}")
-    faulthandler.cancel_dump_traceback_later()
-    return 1 if failed else 0
+    return needs.run_tests(globals(), args.names, gpu, patience=PATIENCE)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import faulthandler
 import json
 import logging
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import needs
@@ -36,7 +35,7 @@ needs.need("torch", "transformers", "windlass")
 
 import reference  # noqa: E402
 import torch  # noqa: E402
-from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token, say  # noqa: E402
+from reference import PATIENCE, Child, ReferenceEngine, ReferenceSession, Token  # noqa: E402
 
 from windlass import Receiver, WeightManager, _windlass, strategy_from_config  # noqa: E402
 from windlass.extract.chunk import WeightChunk  # noqa: E402
@@ -396,26 +395,7 @@ def main() -> int:
         return 0
     if given.device == "cuda":
         needs.need_device("the way from a trainer to an engine", "--device cpu tests a part of it")
-    tests: dict[str, Callable[[str, int], str]] = {
-        n[5:]: t for n, t in globals().items() if n.startswith("test_")
-    }
-    failed = 0
-    for name, test in tests.items():
-        if given.names and not any(part in name for part in given.names):
-            continue
-        faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
-        began = time.monotonic()
-        try:
-            note = test(given.device, given.versions)
-            say(f"ok    {time.monotonic() - began:6.1f} s  {name}: {note}")
-        except Exception as e:
-            import traceback
-
-            traceback.print_exc()
-            failed += 1
-            say(f"FAIL  {time.monotonic() - began:6.1f} s  {name}: {type(e).__name__}: {e}")
-    faulthandler.cancel_dump_traceback_later()
-    return 1 if failed else 0
+    return needs.run_tests(globals(), given.names, given.device, given.versions, patience=2 * PATIENCE)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import faulthandler
 import hashlib
 import json
 import logging
@@ -571,23 +570,7 @@ def main() -> None:
         return
     needs.need_device("CUDA IPC")
     logging.basicConfig(level=logging.INFO, format="  log: %(message)s")
-    tests = {n[5:]: t for n, t in globals().items() if n.startswith("test_")}
-    chosen = [n for n in tests if not given.names or any(part in n for part in given.names)]
-    failed = []
-    for name in chosen:
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        began = time.perf_counter()
-        say(name)
-        try:
-            tests[name]()
-        except Exception:
-            import traceback
-
-            say(traceback.format_exc())
-            failed.append(name)
-        say(f"  {'FAILED' if name in failed else 'ok'} {time.perf_counter() - began:.1f} s")
-    say(f"{len(chosen) - len(failed)} of {len(chosen)} passed" + (f"; failed: {failed}" if failed else ""))
-    sys.exit(bool(failed))
+    sys.exit(needs.run_tests(globals(), given.names, patience=PATIENCE))
 
 
 if __name__ == "__main__":

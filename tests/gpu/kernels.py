@@ -9,9 +9,9 @@ draws new data; `--seed` repeats a run.
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -461,23 +461,14 @@ def main() -> int:
     windlass = [sys.executable, "-m", "windlass"] if args.windlass is None else args.windlass.split()
     programs: Programs = Host() if args.host else Device()
     scale = args.scale or (0.03 if args.host else 1.0)
-    failed = 0
-    tests = {n: f for n, f in globals().items() if n.startswith("test_")}
     say(f"seed {args.seed}, {'the CPU' if args.host else torch.cuda.get_device_name()}")
-    for name, test in tests.items():
-        if args.names and not any(n in name for n in args.names):
-            continue
-        # What hangs says where, and ends.
-        faulthandler.dump_traceback_later(args.patience, exit=True)
-        began = time.monotonic()
-        try:
-            note = test(Setting(programs, windlass, Draw(args.seed), scale))
-            say(f"ok    {time.monotonic() - began:6.1f} s  {name}: {note}")
-        except AssertionError as e:
-            failed += 1
-            say(f"FAIL  {time.monotonic() - began:6.1f} s  {name}: {e}")
-    faulthandler.cancel_dump_traceback_later()
-    return 1 if failed else 0
+
+    def alone(test: Callable[[Setting], str]) -> Callable[[], str]:
+        # Each test draws from the seed, whichever others run.
+        return lambda: test(Setting(programs, windlass, Draw(args.seed), scale))
+
+    tests = {name: alone(test) for name, test in globals().items() if name.startswith("test_")}
+    return needs.run_tests(tests, args.names, patience=args.patience)
 
 
 if __name__ == "__main__":

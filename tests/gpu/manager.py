@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import needs
 
@@ -306,23 +305,7 @@ def main() -> None:
         one_rank(given.rank, given.ranks, given.home)
         return
     needs.need_device("a trainer on a GPU")
-    tests: dict[str, Any] = {name: f for name, f in globals().items() if name.startswith("test_")}
-    failed = []
-    for name, test in tests.items():
-        if given.names and not any(part in name for part in given.names):
-            continue
-        began = time.monotonic()
-        try:
-            note = test()
-        except Exception:
-            import traceback
-
-            traceback.print_exc()
-            failed.append(name)
-            note = "FAILED"
-        say(f"{time.monotonic() - began:6.1f} s  {name}: {note}")
-    say(f"{len(failed)} failed" if failed else "all passed")
-    sys.exit(1 if failed else 0)
+    sys.exit(needs.run_tests(globals(), given.names, patience=600))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,14 @@ As a script it looks for all of it and tests nothing: 0 if the tests can run, 2,
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 #: What the script returns where there is no device.
 NO_DEVICE = 77
@@ -58,6 +61,34 @@ def need_device(tested: str | None = None, instead: str = "") -> None:
     if tested is None:
         end(f"no CUDA device: nothing was measured{instead}", 2)
     end(f"SKIPPED: no CUDA device; nothing of {tested} was tested{instead}", 0)
+
+
+def run_tests(found: dict[str, Any], names: list[str], *given: Any, patience: float = 300.0) -> int:
+    """Calls each ``test_`` function of ``found`` whose name has one of ``names`` in it, with ``given``. A test returns a note. One
+    that fails does not stop the others; one that hangs for ``patience`` seconds shows where, and ends the script.
+    Returns the script's exit code."""
+    ran, failed = 0, []
+    for name, test in [(n, f) for n, f in found.items() if n.startswith("test_")]:
+        if names and not any(part in name for part in names):
+            continue
+        ran += 1
+        faulthandler.dump_traceback_later(patience, exit=True)
+        began = time.monotonic()
+        try:
+            note = test(*given)
+            how = "ok  "
+        except Exception as e:
+            traceback.print_exc()
+            failed.append(name)
+            how, note = "FAIL", f"{type(e).__name__}: {e}"
+        told = f": {note}" if note else ""
+        sys.stdout.write(f"{how}  {time.monotonic() - began:6.1f} s  {name}{told}\n")
+        sys.stdout.flush()
+    faulthandler.cancel_dump_traceback_later()
+    sys.stdout.write(f"{ran - len(failed)} of {ran} passed" + (f"; failed: {failed}\n" if failed else "\n"))
+    if not ran:
+        end(f"no test has one of {names} in its name", 2)
+    return 1 if failed else 0
 
 
 def whole(least: int) -> Callable[[str], int]:

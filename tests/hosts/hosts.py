@@ -18,12 +18,28 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import IO, Any, TypeVar
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: How long a host may take to start, and anything else on a machine that does a lot besides.
 PATIENCE = 60.0
 NET = "10.77.0"
+
+
+def own_memory() -> str:
+    """The commands that give a host a /dev/shm and a /tmp of its own. A checkout and a Python that are in /tmp stay there."""
+    lines = ["mount -t tmpfs -o mode=1777 tmpfs /dev/shm", "mkdir /dev/shm/kept"]
+    found = {path for path in (ROOT, Path(sys.prefix), Path(sys.base_prefix)) if path.is_relative_to("/tmp")}
+    kept = sorted(path for path in found if not found.intersection(path.parents))
+    for number, path in enumerate(kept):
+        lines += [f"mkdir /dev/shm/kept/{number}", f"mount --bind {quote(str(path))} /dev/shm/kept/{number}"]
+    lines.append("mount -t tmpfs -o mode=1777 tmpfs /tmp")
+    for number, path in enumerate(kept):
+        lines += [f"mkdir -p {quote(str(path))}", f"mount --move /dev/shm/kept/{number} {quote(str(path))}"]
+    return " && ".join([*lines, "rm -r /dev/shm/kept"])
+
+
 T = TypeVar("T")
 
 
@@ -102,9 +118,7 @@ class Host(Namespaces):
 
     def __init__(self, name: str, number: int, port: str, switch: Namespaces, rate: str | None) -> None:
         # Two links of one host are told apart by their number, and a host that is started again gets its address back.
-        super().__init__(
-            name, "mount -t tmpfs -o mode=1777 tmpfs /dev/shm && mount -t tmpfs -o mode=1777 tmpfs /tmp"
-        )
+        super().__init__(name, own_memory())
         self.address = f"{NET}.{number}"
         self._switch, self._port = switch, port
         veth = ["type", "veth", "peer", "name", port, "netns", str(switch.pid)]

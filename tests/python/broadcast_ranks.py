@@ -501,13 +501,13 @@ def join_twice() -> Any:
         port = int(letters.get(f"twice/{turn}"))
         infos.append(TorchDistributedWeightSyncInfo("127.0.0.1", port, 2, backend="gloo"))
     mine = stores if rank() == 0 else [None, None]
-    first = UpdateGroup(infos[0], rank(), store=mine[0], timeout=20)
+    first = UpdateGroup(infos[0], rank(), store=mine[0], timeout=100)
     try:
-        UpdateGroup(infos[1], rank(), store=mine[1], timeout=20)
+        UpdateGroup(infos[1], rank(), store=mine[1], timeout=100)
         refused = ""
     except Exception as e:
         refused = str(e)
-    second = UpdateGroup(infos[1], rank(), store=mine[1], timeout=20, override=True)
+    second = UpdateGroup(infos[1], rank(), store=mine[1], timeout=100, override=True)
     tensor = torch.full((1,), 7.0 if rank() == 0 else 0.0)
     second.broadcast(tensor, 20, "w")
     second.close()

@@ -7,9 +7,9 @@ Each rank is a process of its own that imports the named module from this folder
 the ranks. A rank that raises, dies or outlives the deadline ends all of them, and :class:`RankFailure` carries
 the end of what each one wrote.
 
-Most of the time of a test would go into starting processes that import torch, so :class:`Ranks` stay up and run
-one function after the other, and the fixture ``ranks`` (conftest.py) shares them among tests. ``run_ranks`` starts
-fresh ones, for a function that kills, forks or leaves something behind.
+Most of the time of a test would go into starting processes that import torch, so ranks are forks of one that has it
+(template.py), :class:`Ranks` stay up and run one function after the other, and the fixture ``ranks`` (conftest.py) shares
+them among tests. ``run_ranks`` starts fresh ones, for a function that kills, forks or leaves something behind.
 
 The meeting point is a store in this process, listening on a port that the system chose and that stays bound, so
 tests cannot collide. Ranks see the environment that ``torchrun`` gives (``RANK``, ``WORLD_SIZE``, ``MASTER_PORT``
@@ -19,19 +19,21 @@ tests cannot collide. Ranks see the environment that ``torchrun`` gives (``RANK`
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import pathlib
 import pickle
 import queue
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
+
+from template import Process, Template
 
 HERE = pathlib.Path(__file__).resolve().parent
 PACKAGE = HERE.parent.parent / "python"
@@ -80,9 +82,11 @@ class Ranks:
         self._turn = 0
         self.broken = False
         variables = {**(env or {}), "RANKS_GROUP": "1" if group else ""}
-        self._ranks = [
+        started = [
             _start(self._here, rank, world_size, self._store.port, variables) for rank in range(world_size)
         ]
+        self._ranks = [rank for rank, _ in started]
+        self._pipes = [pipe for _, pipe in started]
 
     def run(self, target: str, args: Sequence[Any] = (), timeout: float = 120.0) -> list[Any]:
         """Calls the function on every rank and returns the results by rank. After a failure there is no next."""
@@ -91,8 +95,8 @@ class Ranks:
         task = pickle.dumps((self._turn, target, tuple(args)))
         results = [self._here / f"result-{self._turn}-{rank}" for rank in range(len(self._ranks))]
         try:
-            for rank in self._ranks:
-                _send(rank.stdin, task)
+            for pipe in self._pipes:
+                _send(pipe, task)
             late = self._wait(results, deadline)
         except BaseException:
             self.broken = True
@@ -129,16 +133,15 @@ class Ranks:
     def _kill(self) -> None:
         """Ends the ranks with everything they started."""
         for rank in self._ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
-            rank.wait()
+            rank.kill()
 
     def close(self) -> None:
         """Ends the ranks; nothing of theirs is left."""
         self._kill()
-        for rank in self._ranks:
-            if rank.stdin is not None:
-                rank.stdin.close()
+        for pipe in self._pipes:
+            # What a dead rank did not read is lost.
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
@@ -157,7 +160,7 @@ def _send(pipe: Any, task: bytes) -> None:
 
 def _start(
     here: pathlib.Path, rank: int, world_size: int, port: int, env: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
+) -> tuple[Process, IO[bytes]]:
     path = os.pathsep.join([str(HERE), str(PACKAGE), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {
         **os.environ,
@@ -176,15 +179,18 @@ def _start(
         "OMP_NUM_THREADS": "1",
         **env,
     }
+    tasks, pipe = os.pipe()
     with (here / f"log-{rank}").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "ranks.py"), str(here)],
-            env=variables,
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
+        process = _template().start([HERE / "ranks.py", here], variables, stdin=tasks, stdout=log)
+    os.close(tasks)
+    return process, os.fdopen(pipe, "wb", buffering=0)
+
+
+@functools.cache
+def _template() -> Template:
+    """What ranks are forks of, as long as this process lives."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
+    return Template(sys.executable, ["torch.distributed.fsdp", "torch._dynamo"], env)
 
 
 def _receive(tasks: queue.Queue[bytes]) -> None:

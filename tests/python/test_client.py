@@ -94,6 +94,19 @@ def test_one_error_lists_every_engine_that_failed() -> None:
     assert "a update done" in notes
 
 
+def test_an_error_that_begins_with_the_name_of_its_engine_is_not_given_it_twice() -> None:
+    failures = {
+        "engine 1": WindlassError("engine 1 died: killed"),
+        "engine 10": WindlassError("engine 100 is no prefix"),
+        "engine 2": WindlassError("engine 2: cannot load"),
+        "engine 3": RuntimeError(),
+    }
+    assert str(EnginesFailed.at("load", failures, 4)).startswith(
+        "4 of 4 engines failed at load: engine 1 died: killed; engine 10: engine 100 is no prefix; "
+        "engine 2: cannot load; engine 3: RuntimeError"
+    )
+
+
 def test_an_engine_that_does_not_answer_is_listed_after_the_deadline() -> None:
     notes: list[str] = []
     client = InferenceEngineClient([Noted("a", notes), Noted("b", notes, hangs="update")], timeout=0.3)

@@ -68,6 +68,7 @@ def test_dtypes_in_a_configuration_become_canonical() -> None:
         (WeightManagerConfig, "agent", "0.0.0.0", "SenderAgentConfig"),
         (SenderAgentConfig, "ports", "18110-18100", "18100-18110"),
         (SenderAgentConfig, "ports", 18100, "18100-18110"),
+        (SenderAgentConfig, "nixl", "yes", "'off', 'auto'"),
         (SenderAgentConfig, "data_ports", "70000", "18100-18110"),
         (SenderAgentConfig, "ports", "0-5", "18100-18110"),
         (SenderAgentConfig, "advertise_host", "0.0.0.0", "advertise_host"),

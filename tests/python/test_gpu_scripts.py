@@ -13,7 +13,17 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BENCHMARKS = sorted(path for path in (ROOT / "bench").glob("*.py"))
 TESTS = [
     ROOT / "tests" / "gpu" / f"{name}.py"
-    for name in ("device", "end_to_end", "ipc", "kernels", "manager", "quantised", "real_vllm", "vllm_ipc")
+    for name in (
+        "device",
+        "end_to_end",
+        "ipc",
+        "kernels",
+        "manager",
+        "merged",
+        "quantised",
+        "real_vllm",
+        "vllm_ipc",
+    )
 ]
 
 

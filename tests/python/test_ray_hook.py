@@ -14,15 +14,18 @@ from windlass import WindlassInvalid, WindlassUnsupported
 from windlass.frameworks.after_import import after_import
 from windlass.frameworks.ray_hook import HOOK, SETUP, hook, in_every_worker
 
+#: Where `patient_ray` is.
+ON_RAY = Path(__file__).resolve().parent.parent / "engines" / "on_ray"
 PROGRAM = """
 import os, sys
+import patient_ray
 import ray
 from windlass.frameworks.ray_hook import in_every_worker
 
 os.environ["PROBE_WORD"] = "passed on"
 in_every_worker("ray_hook_probe:mark", "PROBE_WORD")
 env = {"env_vars": {"THEIRS": "kept", "PYTHONPATH": os.environ["PYTHONPATH"]}}
-ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env=env)
+patient_ray.start(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", runtime_env=env)
 
 def seen():
     import ray_hook_probe
@@ -43,7 +46,7 @@ def test_tasks_and_actors_are_set_up_first_with_the_programs_own_environment(tmp
     (tmp_path / "ray_hook_probe.py").write_text(
         "MARKS = 0\n\ndef mark():\n    global MARKS\n    MARKS += 1\n"
     )
-    known = environment()
+    known = environment(ON_RAY)
     env = {**known, "PYTHONPATH": f"{known['PYTHONPATH']}:{tmp_path}", "RAY_worker_niceness": "0"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=280

@@ -145,7 +145,7 @@ def test_the_address_of_the_sync_info_is_that_of_rank_zeros_node(pool: Ranks) ->
     [({socket.AF_INET, socket.AF_INET6}, "10.1.2.3"), ({socket.AF_INET6}, "fd00::7"), (set(), "127.0.0.1")],
 )
 def test_the_address_of_a_node_is_that_of_the_interface_that_leads_out(
-    reachable: set[int], address: str, monkeypatch: pytest.MonkeyPatch
+    reachable: set[int], address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Probe(contextlib.nullcontext[Any]):
         def __init__(self, family: int, kind: int) -> None:
@@ -161,7 +161,10 @@ def test_the_address_of_a_node_is_that_of_the_interface_that_leads_out(
             return ("10.1.2.3" if self.family == socket.AF_INET else "fd00::7"), 1
 
     monkeypatch.setattr("windlass.transfer.group.socket.socket", Probe)
-    assert node_address() == address
+    assert node_address("agent.advertise_host") == address
+    warned = [r.getMessage() for r in caplog.records if "no default route" in r.getMessage()]
+    assert len(warned) == (not reachable)
+    assert all("set agent.advertise_host" in text for text in warned)
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -234,7 +234,8 @@ pub struct Facts {
     /// for stores.
     #[serde(skip)]
     pub store_url: Option<String>,
-    /// NIXL can be used on both sides. Not accepted in JSON: this build has no transport for it.
+    /// NIXL can be used on both sides. Not accepted in JSON: the Python strategies have no transport for it; agents and
+    /// receivers use it with `--nixl`.
     #[serde(skip)]
     pub nixl_library: bool,
     /// There is an RDMA device on both sides.

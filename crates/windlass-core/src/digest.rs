@@ -62,6 +62,7 @@ use crate::hex::{self, Hex};
 use crate::identity::{LayoutHash, StateDigest};
 use crate::kernel::Kernels;
 use crate::manifest::{Block, Manifest};
+use crate::ranges::BlockRanges;
 
 /// Words that share a high key.
 pub const GROUP_WORDS: usize = 1024;
@@ -373,6 +374,16 @@ impl SumTable {
     /// The sum of each tensor.
     pub fn tensors(&self, manifest: &Manifest) -> Vec<BlockSum> {
         tensor_sums(manifest, &self.sums)
+    }
+
+    /// The raw state sum of these blocks alone.
+    pub fn state_of(&self, manifest: &Manifest, blocks: &BlockRanges) -> StateSum {
+        let (mut state, mut tensor) = (StateSum::default(), 0);
+        for block in blocks.iter().take_while(|b| (*b as usize) < self.sums.len()) {
+            tensor = manifest.cuts().tensor_of(block, tensor).unwrap_or(tensor);
+            state.add(tensor, self.get(block));
+        }
+        state
     }
 
     /// The raw state sum.

@@ -12,6 +12,7 @@
 //! | [`address`] | hosts, endpoints, store URLs and tokens, as checked text |
 //! | [`ranges`] | sets of blocks |
 //! | [`manifest`] | the ordered tensors of an image, its safetensors header, cuts into blocks, parts |
+//! | [`mod@slice`] | the part of a model that one host needs |
 //! | [`chunk`] | grouping and batching of parameters on their way out of a trainer |
 //! | [`request`] | weight update requests and their legacy dictionaries |
 //! | [`sync_info`] | the connection data that trainers send to engines before the first sync |
@@ -22,6 +23,7 @@
 //! | [`wire`] | the transfer protocol, without sockets |
 //! | [`backoff`] | exponential backoff for retries |
 //! | [`barrier`] | which receiver may load which version, and when |
+//! | [`store`] | versions as objects in a store: names, documents, which are fetched, which may go |
 //! | [`choose`] | which strategy, link and codec fit the facts, and why |
 #![forbid(unsafe_code)]
 #![warn(clippy::print_stdout, clippy::print_stderr)]
@@ -42,6 +44,8 @@ pub mod kernel;
 pub mod manifest;
 pub mod ranges;
 pub mod request;
+pub mod slice;
+pub mod store;
 pub mod sync_info;
 mod varint;
 pub mod wire;

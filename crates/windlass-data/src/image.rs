@@ -17,6 +17,11 @@
 //! - [`Refresh::finish`] needs every block to be of one version and the digest of the sums to be that of the
 //!   version. Then `state.json` is put in place, the slot is committed and sealed.
 //!
+//! # A slice
+//!
+//! An image may keep only some blocks (see [`windlass_core::slice`]): its region has that part, the rest of the file are
+//! holes, and "every block" and "the digest" mean those that it keeps. Offsets are those of the whole image.
+//!
 //! # Another layout
 //!
 //! An image of another layout is another region. The old one is [set aside](Image::set_aside): hidden, taken out of its place
@@ -41,9 +46,10 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::{Deserialize, Serialize};
 use windlass_core::delta::DeltaError;
 use windlass_core::digest::{BlockSum, SumTable};
@@ -195,9 +201,18 @@ pub(crate) struct Book {
     /// Whether the bytes of the block have its sum. Not so while it is being overwritten.
     pub(crate) summed: Vec<bool>,
     pub(crate) versions: Vec<Option<Version>>,
+    /// The blocks that the image keeps. The others have no sum and no version.
+    keeps: BlockRanges,
 }
 
 impl Book {
+    /// Nothing is known of any block.
+    fn new(manifest: &Manifest, keeps: BlockRanges) -> Book {
+        let blocks = manifest.cuts().blocks() as usize;
+        let sums = SumTable::new(manifest, vec![BlockSum::default(); blocks]);
+        Book { sums, summed: vec![false; blocks], versions: vec![None; blocks], keeps }
+    }
+
     pub(crate) fn put(&mut self, block: u32, tensor: u32, sum: BlockSum, version: Version) {
         self.sums.set(block, tensor, sum);
         self.summed[block as usize] = true;
@@ -205,8 +220,8 @@ impl Book {
     }
 
     pub(crate) fn at(&self, wanted: impl Fn(Option<Version>) -> bool) -> BlockRanges {
-        let matching = |(b, v): (usize, &Option<Version>)| wanted(*v).then_some(b as u32..b as u32 + 1);
-        self.versions.iter().enumerate().filter_map(matching).collect()
+        let matching = |b: u32| wanted(self.versions[b as usize]).then_some(b..b + 1);
+        self.keeps.iter().filter_map(matching).collect()
     }
 }
 
@@ -222,7 +237,7 @@ pub struct Image {
 }
 
 pub(crate) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    mutex.lock()
 }
 
 impl Image {
@@ -231,18 +246,23 @@ impl Image {
         self.spec.threads = threads;
     }
 
-    /// Makes an empty image. Waits until `stop` for those who look at what is in its place.
-    pub fn create(spec: ImageSpec, manifest: Arc<Manifest>, stop: &Stop) -> Result<Image, ImageError> {
+    /// Makes an empty image, of all blocks or of the slice that is given. Waits until `stop` for those who look at what is
+    /// in its place.
+    pub fn create(
+        spec: ImageSpec,
+        manifest: Arc<Manifest>,
+        slice: Option<BlockRanges>,
+        stop: &Stop,
+    ) -> Result<Image, ImageError> {
         let spec_of_region = RegionSpec {
             slots: Slots::One,
+            part: slice,
             group: spec.group,
             memfd: spec.memfd,
             ..RegionSpec::new(spec.dir.clone(), spec.model_id.clone(), Arc::clone(&manifest))
         };
         let region = Region::create_when_free(&spec_of_region, stop)?;
-        let blocks = manifest.cuts().blocks() as usize;
-        let sums = SumTable::new(&manifest, vec![BlockSum::default(); blocks]);
-        let book = Book { sums, summed: vec![false; blocks], versions: vec![None; blocks] };
+        let book = Book::new(&manifest, region.blocks());
         let (writer, seat) = seats(&spec, &region)?;
         Ok(Image { spec, region, writer, seat, book: Mutex::new(book), current: None })
     }
@@ -261,21 +281,28 @@ impl Image {
         let bytes = fs::File::open(&path)
             .and_then(|file| Mapping::map(&file, range.end, Access::Read))
             .map_err(|source| ImageError::Io { action: "map", path, source })?;
-        let all = BlockRanges::from(0..manifest.cuts().blocks());
+        let keeps = region.blocks();
         let data = bytes.bytes(range);
-        let sums = seal::sums(crate::simd::kernels(), &manifest, &all, data, spec.threads, stop)?;
+        let sums = seal::sums(crate::simd::kernels(), &manifest, &keeps, data, spec.threads, stop)?;
         let digest = sums.digest(&manifest);
         seal_left(&seat, digest)?;
         let current = whole_state(&region)?.filter(|known| known.digest == digest);
         let version = current.as_ref().map(|k| k.identity.version);
-        let blocks = manifest.cuts().blocks() as usize;
-        let book = Book { sums, summed: vec![true; blocks], versions: vec![version; blocks] };
+        let mut book = Book { sums, ..Book::new(&manifest, keeps.clone()) };
+        for block in keeps.iter() {
+            (book.summed[block as usize], book.versions[block as usize]) = (true, version);
+        }
         Ok(Image { spec, region, writer, seat, book: Mutex::new(book), current })
     }
 
     /// The layout.
     pub fn manifest(&self) -> &Arc<Manifest> {
         self.region.manifest()
+    }
+
+    /// The blocks that it keeps, if these are not all.
+    pub fn slice(&self) -> Option<&BlockRanges> {
+        self.region.part()
     }
 
     /// The region, for engines in this process.
@@ -443,6 +470,11 @@ impl ImageView {
     /// Its layout.
     pub fn manifest(&self) -> &Arc<Manifest> {
         self.region.manifest()
+    }
+
+    /// The blocks that the image keeps, if these are not all. The bytes of others are zeros.
+    pub fn slice(&self) -> Option<&BlockRanges> {
+        self.region.part()
     }
 
     /// Its bytes, by the manifest.

@@ -21,6 +21,7 @@
 //! | [`receiver`] | how an image is kept at the newest version |
 //! | [`load`] | an image into the live parameters of an engine |
 //! | [`local`] | the way into a region on the same host |
+//! | [`nixl`] | one-sided reads of other hosts' memory |
 //! | [`roles`] | the four roles as traits, for trainers and engines in Rust |
 //! | `conformance` | what every link and loader must do, as a suite (feature `conformance`) |
 //! | [`tls`] | certificates and whom to trust |
@@ -40,6 +41,7 @@ pub mod history;
 pub mod image;
 pub mod load;
 pub mod local;
+pub mod nixl;
 pub mod private;
 pub mod publish;
 pub mod receiver;

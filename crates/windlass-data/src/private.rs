@@ -26,7 +26,7 @@ use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::{MetadataExt as _, PermissionsExt as _};
 use std::path::{Component, Path, PathBuf};
 
-use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags};
+use rustix::fs::{AtFlags, CWD, FileType, Mode, OFlags, StatVfsMountFlags};
 use rustix::io::Errno;
 use windlass_core::error::Kind;
 
@@ -63,6 +63,13 @@ pub enum PrivateError {
         path.display()
     )]
     Readable { path: PathBuf, mode: u32 },
+    #[error(
+        "other users can read or write {} (mode {mode:04o}), which is mounted read-only: set its mode where it comes from, \
+         for a Kubernetes Secret with {}",
+        path.display(),
+        if me() == 0 { "`defaultMode: 0400`" } else { "`fsGroup` and `defaultMode: 0440`" }
+    )]
+    ReadableMount { path: PathBuf, mode: u32 },
     #[error("{} is a symbolic link: give the directory itself", path.display())]
     Link { path: PathBuf },
     #[error("{} is not a {wanted}", path.display())]
@@ -77,6 +84,7 @@ impl PrivateError {
             PrivateError::Owner { .. }
             | PrivateError::Writable { .. }
             | PrivateError::Readable { .. }
+            | PrivateError::ReadableMount { .. }
             | PrivateError::Link { .. } => Kind::Denied,
             PrivateError::Not { .. } => Kind::Invalid,
         }
@@ -175,7 +183,14 @@ pub fn secret(path: &Path, readers: Readers) -> Result<File, PrivateError> {
     owned(about, &path, &[me(), 0])?;
     let for_group = readers == Readers::Group || about.uid != me();
     if about.mode & if for_group { 0o037 } else { 0o077 } != 0 {
-        return Err(PrivateError::Readable { path, mode: about.mode & 0o7777 });
+        let mode = about.mode & 0o7777;
+        let flags = rustix::fs::fstatvfs(&file).map(|mount| mount.f_flag);
+        let read_only = flags.is_ok_and(|flags| flags.contains(StatVfsMountFlags::RDONLY));
+        return Err(if read_only {
+            PrivateError::ReadableMount { path, mode }
+        } else {
+            PrivateError::Readable { path, mode }
+        });
     }
     Ok(file)
 }
@@ -473,6 +488,38 @@ mod tests {
         let e = secret(&file, Readers::Owner).unwrap_err();
         assert!(matches!(&e, PrivateError::Owner { path, .. } if path == dir.path()), "{e}");
         lchown(dir.path(), Some(0), Some(0)).unwrap();
+    }
+
+    #[test]
+    fn a_secret_on_a_read_only_mount_is_refused_with_the_mode_to_mount_it_with() {
+        const INSIDE: &str = "WINDLASS_TEST_READ_ONLY_SECRET";
+        let name = "private::tests::a_secret_on_a_read_only_mount_is_refused_with_the_mode_to_mount_it_with";
+        if let Ok(dir) = std::env::var(INSIDE) {
+            let e = secret(&Path::new(&dir).join("token"), Readers::Owner).unwrap_err();
+            let text = e.to_string();
+            assert!(matches!(e, PrivateError::ReadableMount { mode: 0o444, .. }), "{text}");
+            assert!(text.contains("defaultMode: 0400") && !text.contains("chmod"), "{text}");
+            return;
+        }
+        let dir = tempfile::tempdir_in("/dev/shm").unwrap();
+        let script = "mount -t tmpfs tmpfs \"$1\" && echo secret > \"$1/token\" && chmod 444 \"$1/token\" \
+                      && mount -o remount,ro \"$1\" || exit 77; exec \"$2\" --exact \"$3\"";
+        let ran = std::process::Command::new("unshare")
+            .args(["-Urm", "sh", "-c", script, "sh"])
+            .arg(dir.path())
+            .arg(std::env::current_exe().unwrap())
+            .arg(name)
+            .env(INSIDE, dir.path())
+            .output();
+        match ran {
+            Ok(ran) if ran.status.success() => {
+                assert!(String::from_utf8_lossy(&ran.stdout).contains("1 passed"), "it ran inside");
+            }
+            Ok(ran) if ran.status.code() == Some(101) => panic!("{}", String::from_utf8_lossy(&ran.stdout)),
+            refused => {
+                eprintln!("SKIPPED a read-only mount: no user and mount namespaces here ({refused:?})");
+            }
+        }
     }
 
     #[test]

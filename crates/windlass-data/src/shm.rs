@@ -27,6 +27,7 @@
 //! - SHM-3 Every access is checked against the length: `access_beyond_a_mapping_panics`.
 #![allow(unsafe_code)]
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
@@ -36,10 +37,11 @@ use std::ops::{Deref, DerefMut, Range};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 use rustix::thread::futex;
@@ -83,6 +85,8 @@ pub struct Mapping {
     shared: bool,
     /// Start and end of every living loan.
     loans: Mutex<BTreeMap<u64, u64>>,
+    /// Dropped before the memory goes.
+    pins: Mutex<Vec<Arc<dyn Any + Send + Sync>>>,
 }
 
 // SAFETY: the memory belongs to the mapping until it is dropped, from whatever thread; what threads do to it at
@@ -121,7 +125,7 @@ impl Mapping {
 
     fn new(at: *mut c_void, len: u64, access: Access, shared: bool) -> io::Result<Mapping> {
         let at = NonNull::new(at.cast()).ok_or_else(|| io::Error::other("mapped at address zero"))?;
-        Ok(Mapping { at, len: len as usize, access, shared, loans: Mutex::default() })
+        Ok(Mapping { at, len: len as usize, access, shared, loans: Mutex::default(), pins: Mutex::default() })
     }
 
     /// Length in bytes.
@@ -142,6 +146,24 @@ impl Mapping {
     /// Where it begins, for interfaces that take addresses (host registration, DMA). Valid while it lives.
     pub fn address(&self) -> *mut u8 {
         self.at.as_ptr()
+    }
+
+    /// Keeps `pin`, such as the registration of the memory with a device, until the memory goes.
+    pub fn pin(&self, pin: Arc<dyn Any + Send + Sync>) {
+        self.pins.lock().push(pin);
+    }
+
+    /// Gives the memory back and keeps its addresses, which read as zeros from then on: for memory that other processes were
+    /// told of, and may ask for late.
+    pub fn retire(self) -> io::Result<()> {
+        self.pins.lock().clear();
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE | MapFlags::FIXED;
+        let (at, len) = (self.at.as_ptr().cast(), self.len.max(1));
+        // SAFETY: replaces pages of this mapping alone, to which there is no reference any more: `self` is consumed.
+        unsafe { rustix::mm::mmap_anonymous(at, len, ProtFlags::READ, flags) }?;
+        // Unmapping is what must not happen.
+        std::mem::forget(self);
+        Ok(())
     }
 
     /// All of it as words; a last part of a word is left out.
@@ -182,7 +204,7 @@ impl Mapping {
             return Err(LoanError::ReadOnly { range });
         }
         if !range.is_empty() {
-            let mut loans = self.loans.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut loans = self.loans.lock();
             // Loans are disjoint, so only the last one that begins before our end can reach into the range.
             if let Some((&start, &end)) = loans.range(..range.end).next_back()
                 && end > range.start
@@ -288,6 +310,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        self.pins.get_mut().clear();
         // SAFETY: mapped by `new` with this length, and all references borrow from `self`.
         let done = unsafe { rustix::mm::munmap(self.at.as_ptr().cast(), self.len.max(1)) };
         debug_assert!(done.is_ok(), "{done:?}");
@@ -409,7 +432,7 @@ impl DerefMut for Loan<'_> {
 impl Drop for Loan<'_> {
     fn drop(&mut self) {
         if !self.bytes.is_empty() {
-            self.mapping.loans.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.start);
+            self.mapping.loans.lock().remove(&self.start);
         }
     }
 }

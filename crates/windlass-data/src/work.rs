@@ -6,8 +6,10 @@
 //! failure, and report the failure with the lowest index, so that the same input gives the same error whatever
 //! the number of threads. Errors are the caller's own type, which must be able to say why work was stopped.
 
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use parking_lot::{Condvar, Mutex, MutexGuard};
 
 use crate::stop::{Stop, Stopped};
 
@@ -106,7 +108,7 @@ pub(crate) fn claim<S: Send, E: Send>(
         }
         states
     });
-    match failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
+    match failure.into_inner() {
         Some((_, e)) => Err(e),
         None => Ok(states),
     }
@@ -160,7 +162,7 @@ pub fn in_order<B: Batch, K: Send, E: From<Stopped> + Send>(
         drop(alarm);
         result
     })?;
-    let turn = turn.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let turn = turn.into_inner();
     // A turn is skipped only after a failure or a panic, and `claim` has passed both of them on.
     assert_eq!(turn.next, handfuls, "every handful is put down once");
     Ok((turn.sink, batches))
@@ -181,7 +183,7 @@ struct Alarm<'a, K> {
 impl<K> Drop for Alarm<'_, K> {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.turn.lock().unwrap_or_else(PoisonError::into_inner).failed = true;
+            self.turn.lock().failed = true;
             self.passed.notify_all();
         }
     }
@@ -190,15 +192,15 @@ impl<K> Drop for Alarm<'_, K> {
 /// Waits until it is `h`'s turn or something failed. The others look at their stop and end or pass the turn on,
 /// so that this wait is as long as theirs.
 fn wait<'a, K>(turn: &'a Mutex<Turn<K>>, passed: &Condvar, h: u64) -> MutexGuard<'a, Turn<K>> {
-    let mut mine = turn.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut mine = turn.lock();
     while mine.next != h && !mine.failed {
-        mine = passed.wait(mine).unwrap_or_else(PoisonError::into_inner);
+        passed.wait(&mut mine);
     }
     mine
 }
 
 fn keep_first<E>(failure: &Mutex<Option<(u64, E)>>, i: u64, e: E) {
-    let mut first = failure.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut first = failure.lock();
     if first.as_ref().is_none_or(|(j, _)| i < *j) {
         *first = Some((i, e));
     }

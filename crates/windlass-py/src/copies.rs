@@ -1,7 +1,8 @@
 //! Strided copies of a rank's tensors into its region.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use windlass_data::copies::{Copy, CopyPlan, Dim};
 use windlass_data::cuda::offload::Offload;

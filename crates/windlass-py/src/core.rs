@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use pyo3::prelude::*;
 use windlass_core::Dtype;
-use windlass_core::address::{Endpoint, Host};
+use windlass_core::address::{Endpoint, Host, StoreUrl};
 use windlass_core::backoff::{self, Span};
 use windlass_core::choose::{ChooseError, Facts, Overrides};
 use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
@@ -169,6 +169,13 @@ pub(crate) fn check_model_id(text: &str) -> Result<(), Failure> {
 #[pyfunction]
 pub(crate) fn check_endpoint(text: &str) -> Result<(), Failure> {
     text.parse::<Endpoint>()?;
+    Ok(())
+}
+
+/// Checks the URL of a store, such as `s3://bucket/run`.
+#[pyfunction]
+pub(crate) fn check_store_url(text: &str) -> Result<(), Failure> {
+    text.parse::<StoreUrl>()?;
     Ok(())
 }
 

@@ -4,9 +4,10 @@
 //! for the duration of a call. Every call waits for the stream once, and has nothing under way when it returns.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 
+use parking_lot::Mutex;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use windlass_core::choose::baseline::{Ask, Have, Keep, Placed, place};
@@ -33,10 +34,6 @@ use crate::held::Held;
 use crate::load::LoadPlan;
 use crate::memory::Memory;
 use crate::receive::FetchedDelta;
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
 
 /// Addresses as the driver knows them.
 pub(crate) fn wide(addresses: &[usize]) -> Vec<u64> {
@@ -209,7 +206,7 @@ pub(crate) struct Registered(Mutex<Option<Registration>>);
 impl Registered {
     /// Lets go of it. Nothing may be under way.
     fn close(&self) {
-        lock(&self.0).take();
+        self.0.lock().take();
     }
 }
 
@@ -228,7 +225,7 @@ impl Baseline {
 
     /// The sums of `version`, which it must hold.
     pub(crate) fn sums(&self, version: u64) -> Result<SumTable, Failure> {
-        let made = lock(&self.made);
+        let made = self.made.lock();
         if made.holds() != Some(self.which(version)) {
             let text = format!("the baseline does not hold version {version}; reset it before the commit");
             return Err(Failure::new(Kind::Stale, text));
@@ -242,30 +239,30 @@ impl Baseline {
     /// Memory that it takes: for the weights, and for the records of a pass.
     #[getter]
     fn bytes(&self) -> (u64, u64) {
-        lock(&self.made).bytes()
+        self.made.lock().bytes()
     }
 
     /// Where that is, as `place_baseline` tells it.
     #[getter]
     fn place(&self) -> (u64, u64, u64, f64, f64) {
-        told(&lock(&self.made).place())
+        told(&self.made.lock().place())
     }
 
     /// How many blocks are this rank's.
     #[getter]
     fn blocks(&self) -> usize {
-        lock(&self.made).blocks()
+        self.made.lock().blocks()
     }
 
     /// The version that it holds.
     #[getter]
     fn version(&self) -> Option<u64> {
-        lock(&self.made).holds().map(|(_, version)| version)
+        self.made.lock().holds().map(|(_, version)| version)
     }
 
     /// The digest of what it holds, if all of the model is this rank's.
     fn digest(&self) -> Option<String> {
-        lock(&self.made).digest().map(|d| d.to_string())
+        self.made.lock().digest().map(|d| d.to_string())
     }
 
     /// Takes the tensors at `addresses` as `version`, whatever it held.
@@ -281,7 +278,7 @@ impl Baseline {
         self.home.check("baseline")?;
         let which = self.which(version);
         enter(py, Some(timeout), |stop| {
-            Ok(lock(&self.made).reset(&wide(&addresses), StreamHandle(stream), which, stop)?)
+            Ok(self.made.lock().reset(&wide(&addresses), StreamHandle(stream), which, stop)?)
         })
     }
 
@@ -302,7 +299,7 @@ impl Baseline {
         let (base, target) = (self.which(base), self.which(version));
         enter(py, Some(timeout), |stop| {
             let _named = Named::new("encode");
-            Ok(lock(&self.made).compare(&wide(&addresses), StreamHandle(stream), base, target, stop)?)
+            Ok(self.made.lock().compare(&wide(&addresses), StreamHandle(stream), base, target, stop)?)
         })
     }
 
@@ -321,7 +318,7 @@ impl Baseline {
         self.home.check("baseline")?;
         let (base, target) = (self.which(base), self.which(version));
         enter(py, Some(timeout), |stop| {
-            let mut made = lock(&self.made);
+            let mut made = self.made.lock();
             let before = made.digest();
             let _named = Named::new("encode");
             let records = made.encode(&wide(&addresses), StreamHandle(stream), base, target, stop)?;
@@ -413,7 +410,7 @@ impl DevicePlan {
     ) -> PyResult<(u64, u64)> {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
-            let loaded = lock(&self.made).dense(image as u64, only.as_deref(), StreamHandle(stream), stop)?;
+            let loaded = self.made.lock().dense(image as u64, only.as_deref(), StreamHandle(stream), stop)?;
             Ok((loaded.bytes, loaded.copies))
         })
     }
@@ -432,7 +429,7 @@ impl DevicePlan {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
             held.read(|lease| {
-                let mut made = lock(&self.made);
+                let mut made = self.made.lock();
                 made.plan().check_layout(lease.region().manifest())?;
                 let only = only.as_deref();
                 let loaded = made.dense_from_host(lease.data(), only, StreamHandle(stream), threads, stop)?;
@@ -450,7 +447,7 @@ impl DevicePlan {
             Some((sums, [])) => Some(sums.iter().map(|s| BlockSum::from_bytes(*s)).collect()),
             Some(_) => return Err(Failure::invalid("sums have sixteen bytes each").into()),
         };
-        enter(py, None, |_| Ok(lock(&self.made).set_sums(sums.as_deref())?))
+        enter(py, None, |_| Ok(self.made.lock().set_sums(sums.as_deref())?))
     }
 
     /// Takes the sums of what the parameters hold now for those of their blocks, by which records are checked from now
@@ -458,7 +455,7 @@ impl DevicePlan {
     #[pyo3(signature = (stream = 0, timeout = 60.0))]
     fn sum_blocks(&self, py: Python<'_>, stream: u64, timeout: f64) -> PyResult<()> {
         self.home.check("plan")?;
-        enter(py, Some(timeout), |stop| Ok(lock(&self.made).sum_blocks(StreamHandle(stream), stop)?))
+        enter(py, Some(timeout), |stop| Ok(self.made.lock().sum_blocks(StreamHandle(stream), stop)?))
     }
 
     /// Compares all that the parameters hold with `held`, by sums, and names the tensors that differ. The image itself is
@@ -475,7 +472,7 @@ impl DevicePlan {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
             held.read(|lease| {
-                let mut made = lock(&self.made);
+                let mut made = self.made.lock();
                 let manifest = lease.region().manifest();
                 made.plan().check_layout(manifest)?;
                 let proof = made.digest(StreamHandle(stream), stop)?;
@@ -500,7 +497,7 @@ impl DevicePlan {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
             let delta = Delta::parse(delta).map_err(|e| Failure::of(e.kind(), &e))?;
-            Ok(StagedDelta(lock(&self.made).stage(&delta, only.as_deref(), stop)?))
+            Ok(StagedDelta(self.made.lock().stage(&delta, only.as_deref(), stop)?))
         })
     }
 
@@ -522,7 +519,7 @@ impl DevicePlan {
         enter(py, Some(timeout), |stop| {
             held.read(|lease| {
                 let region = lease.region();
-                let mut made = lock(&self.made);
+                let mut made = self.made.lock();
                 made.plan().check_layout(region.manifest())?;
                 let (identity, digest) = held.known()?;
                 let trail = Trail::find(&region.deltas_dir(), region.manifest(), base, (&identity, digest))?;
@@ -557,7 +554,7 @@ impl DevicePlan {
                     let text = format!("what was fetched begins at {begins}, and not at version {}", base.1);
                     return Err(Failure::new(Kind::Stale, text));
                 }
-                let mut made = lock(&self.made);
+                let mut made = self.made.lock();
                 fetched.memory().for_each(|memory| made.note(memory));
                 let staged = stage_and_prove(&mut made, prove, stop, |made| {
                     let stage = |bytes| {
@@ -596,8 +593,8 @@ impl DevicePlan {
         let stop = stop_after(Some(timeout))?;
         let (made, mapped, theirs) = (Arc::clone(&self.made), Arc::clone(&self.mapped), stop.clone());
         let work = move || -> Result<Staging, Failure> {
-            let handed = Handed::open(&files, leads, &mut lock(&mapped))?;
-            let mut made = lock(&made);
+            let handed = Handed::open(&files, leads, &mut mapped.lock())?;
+            let mut made = made.lock();
             handed.memory().for_each(|memory| made.note(memory));
             stage_and_prove(&mut made, prove, &theirs, |made| {
                 let stage = |bytes| {
@@ -617,14 +614,14 @@ impl DevicePlan {
     /// Takes memory for deltas of up to so many bytes, so that the first of them need not wait for it.
     fn reserve(&self, py: Python<'_>, bytes: u64) -> PyResult<()> {
         self.home.check("plan")?;
-        enter(py, None, |_| Ok(lock(&self.made).reserve(bytes)?))
+        enter(py, None, |_| Ok(self.made.lock().reserve(bytes)?))
     }
 
     /// Lets the device read the memory that deltas came in by itself, for those that come in it again. A thread does it, which
     /// takes as long as a delta itself: call it when nothing waits for one.
     fn pin_files(&self) -> PyResult<()> {
         self.home.check("plan")?;
-        if !lock(&self.made).has_noted() {
+        if !self.made.lock().has_noted() {
             return Ok(());
         }
         let made = Arc::clone(&self.made);
@@ -642,7 +639,7 @@ impl DevicePlan {
     fn apply(&self, py: Python<'_>, staged: &StagedDelta, stream: u64, timeout: f64) -> PyResult<(u64, u64)> {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
-            let done = lock(&self.made).apply(&staged.0, StreamHandle(stream), stop)?;
+            let done = self.made.lock().apply(&staged.0, StreamHandle(stream), stop)?;
             Ok((done.applied, done.skipped))
         })
     }
@@ -652,7 +649,7 @@ impl DevicePlan {
     fn digest(&self, py: Python<'_>, stream: u64, timeout: f64) -> PyResult<String> {
         self.home.check("plan")?;
         enter(py, Some(timeout), |stop| {
-            let proof = lock(&self.made).digest(StreamHandle(stream), stop)?;
+            let proof = self.made.lock().digest(StreamHandle(stream), stop)?;
             serde_json::to_string(&proof).map_err(|e| Failure::new(Kind::Bug, e.to_string()))
         })
     }
@@ -696,13 +693,13 @@ impl DeltaOnItsWay {
     /// Whether it is there, or failed.
     #[getter]
     fn done(&self) -> bool {
-        lock(&self.thread).as_ref().is_none_or(JoinHandle::is_finished)
+        self.thread.lock().as_ref().is_none_or(JoinHandle::is_finished)
     }
 
     /// The delta, to be applied part after part, once it is there, and the digest of the parameters.
     fn take(&self, py: Python<'_>) -> PyResult<Brought> {
         self.home.check("delta")?;
-        let thread = lock(&self.thread).take();
+        let thread = self.thread.lock().take();
         let thread = thread.ok_or_else(|| Failure::invalid("the delta was taken before"))?;
         let ended = py.detach(|| thread.join());
         let staged =
@@ -714,7 +711,7 @@ impl DeltaOnItsWay {
 impl Drop for DeltaOnItsWay {
     fn drop(&mut self) {
         self.stop.set();
-        if let Some(thread) = lock(&self.thread).take().filter(|_| self.home.is_here()) {
+        if let Some(thread) = self.thread.lock().take().filter(|_| self.home.is_here()) {
             // It looks at the stop between any two pieces of its work.
             let _ = thread.join();
         }

@@ -1,13 +1,16 @@
 //! A version held in place, at either end.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
+use windlass_core::ranges::BlockRanges;
+use windlass_core::slice::Selection;
 use windlass_data::image::ImageView;
 use windlass_data::region::{Lease, Region};
 
@@ -37,6 +40,8 @@ pub(crate) struct Held {
     #[pyo3(get)]
     digest: Option<String>,
     known: Option<(Identity, StateDigest)>,
+    /// The blocks that it holds, if these are not all.
+    slice: Option<BlockRanges>,
     home: Home,
 }
 
@@ -51,6 +56,7 @@ impl Held {
         let region = Arc::clone(lease.region());
         let identity = Identity { model_id: region.model_id().clone(), incarnation, version };
         let known = digest.map(|digest| (identity, digest));
+        let slice = region.part().cloned();
         let (model_id, manifest) = (region.model_id().to_string(), Arc::clone(region.manifest()));
         let (incarnation, digest) = (incarnation.to_string(), digest.map(|d| d.to_string()));
         Held {
@@ -62,6 +68,7 @@ impl Held {
             incarnation,
             digest,
             known,
+            slice,
             home: Home::here(),
         }
     }
@@ -75,7 +82,7 @@ impl Held {
 
     fn lease(&self) -> Result<MutexGuard<'_, Option<Lease>>, Failure> {
         self.home.check("version")?;
-        Ok(self.lease.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.lease.lock())
     }
 
     /// Gives the lease, which cannot be let go of meanwhile, to `work`.
@@ -88,6 +95,17 @@ impl Held {
     pub(crate) fn known(&self) -> Result<(Identity, StateDigest), Failure> {
         let unknown = || Failure::new(Kind::Unsupported, "only a version in an image has a digest to go by");
         self.known.clone().ok_or_else(unknown)
+    }
+
+    /// The names of the tensors that these blocks are of.
+    fn lacking(&self, blocks: &BlockRanges) -> Vec<String> {
+        let cuts = self.manifest.cuts();
+        let touched = |i: usize| {
+            let own = cuts.of_tensor(i);
+            blocks.ranges_from(own.start).next().is_some_and(|range| range.start < own.end)
+        };
+        let tensors = self.manifest.tensors().iter().enumerate();
+        tensors.filter(|(i, _)| touched(*i)).map(|(_, t)| t.name.clone()).collect()
     }
 
     fn ended(&self) -> Failure {
@@ -107,6 +125,30 @@ impl Held {
     /// Its tensors.
     fn layout(&self) -> Layout {
         Layout(Arc::clone(&self.manifest))
+    }
+
+    /// Which blocks the image holds, if it keeps only a slice of the model: equal for equal slices of one layout. Its
+    /// digest is then that of the slice.
+    #[getter]
+    fn slice(&self) -> Option<Vec<u8>> {
+        let mut bytes = Vec::new();
+        self.slice.as_ref()?.encode(&mut bytes);
+        Some(bytes)
+    }
+
+    /// The tensors that the image does not hold whole, because it keeps only a slice. Where something is missing, its
+    /// bytes are zeros.
+    fn torn(&self) -> Vec<String> {
+        let Some(kept) = &self.slice else { return Vec::new() };
+        self.lacking(&BlockRanges::from(0..self.manifest.cuts().blocks()).difference(kept))
+    }
+
+    /// Those of the tensors of a selection, in JSON, of which the image does not hold all that is selected.
+    fn lacks(&self, selection: &str) -> PyResult<Vec<String>> {
+        let Some(kept) = &self.slice else { return Ok(Vec::new()) };
+        let selection = Selection::from_json(selection.as_bytes()).map_err(|e| Failure::of(e.kind(), &e))?;
+        let blocks = selection.blocks(&self.manifest).map_err(|e| Failure::of(e.kind(), &e))?;
+        Ok(self.lacking(&blocks.difference(kept)))
     }
 
     /// Gives it `seconds` from now. An error if it was taken back before.
@@ -134,12 +176,29 @@ pub(crate) fn seconds(name: &str, value: f64) -> Result<Duration, Failure> {
 }
 
 /// Holds the whole version in the image at `dir` for at most `seconds`. Needs no receiver: an image stays when its
-/// receiver is gone. Waits for the image, and for a whole version in it, until `timeout`.
+/// receiver is gone. Waits for the image, and for a whole version in it, until `timeout`. An image that keeps only a slice
+/// is refused unless the caller sees to it that nothing else is read (`slices`).
 #[pyfunction]
-#[pyo3(signature = (dir, seconds = 300.0, timeout = 60.0))]
-pub(crate) fn open_image(py: Python<'_>, dir: PathBuf, seconds: f64, timeout: f64) -> PyResult<Held> {
+#[pyo3(signature = (dir, seconds = 300.0, timeout = 60.0, *, slices = false))]
+pub(crate) fn open_image(
+    py: Python<'_>,
+    dir: PathBuf,
+    seconds: f64,
+    timeout: f64,
+    slices: bool,
+) -> PyResult<Held> {
     let load = self::seconds("a hold", seconds)?;
-    enter(py, Some(timeout), |stop| Ok(Held::of_view(ImageView::open(&dir, load, stop)?)))
+    let view = enter(py, Some(timeout), |stop| Ok(ImageView::open(&dir, load, stop)?))?;
+    if !slices && let Some(slice) = view.slice() {
+        let (dir, kept, all) = (dir.display(), slice.len(), view.manifest().cuts().blocks());
+        let text = format!(
+            "the image {dir} keeps {kept} of the {all} blocks of its model, and all of them are needed"
+        );
+        return Err(
+            Failure::new(Kind::Unsupported, text + "; use one that is received without a slice").into()
+        );
+    }
+    Ok(Held::of_view(view))
 }
 
 /// Threads for what an engine waits for while it computes on a GPU, or not at all.

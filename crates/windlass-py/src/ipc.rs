@@ -1,8 +1,8 @@
 //! Memory of a GPU that several processes know. How handles travel is the package's part; see `windlass_data::cuda::ipc`.
 
 use std::os::fd::IntoRawFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use windlass_core::error::Kind;
@@ -27,7 +27,7 @@ impl<T> Closable<T> {
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<T>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     fn with<R>(&self, what: &str, work: impl FnOnce(&mut T) -> Result<R, Failure>) -> Result<R, Failure> {
@@ -269,7 +269,7 @@ impl CopyTable {
     /// Bytes that it copies.
     #[getter]
     fn bytes(&self) -> u64 {
-        self.made.lock().unwrap_or_else(PoisonError::into_inner).bytes()
+        self.made.lock().bytes()
     }
 
     /// Starts the copies between two ranges, each an address and its bytes, on a stream, and does not wait for them. Where
@@ -285,12 +285,12 @@ impl CopyTable {
     ) -> PyResult<()> {
         self.home.check("table")?;
         let work = |stop: &Stop| {
-            let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut made = self.made.lock();
             let (read, write) = (read.unwrap_or(ipc::ALL), write.unwrap_or(ipc::ALL));
             Ok(made.start(read, write, StreamHandle(stream), stop)?)
         };
         let is_at_once = {
-            let made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+            let made = self.made.lock();
             made.starts_at_once(StreamHandle(stream))
         };
         if is_at_once {

@@ -31,9 +31,10 @@ mod _windlass {
     use crate::copies::Copies;
     #[pymodule_export]
     use crate::core::{
-        Backoff, Chunker, check_endpoint, check_host, check_model_id, choose, dtype_bits, dtype_name,
-        dtype_safetensors, dtypes, engine_rank, extent, legacy_request, make_place, module_of, packed_layout,
-        parse_request, parse_sync_info, rank_offsets, read_token, threshold_from_gb, world_size,
+        Backoff, Chunker, check_endpoint, check_host, check_model_id, check_store_url, choose, dtype_bits,
+        dtype_name, dtype_safetensors, dtypes, engine_rank, extent, legacy_request, make_place, module_of,
+        packed_layout, parse_request, parse_sync_info, rank_offsets, read_token, threshold_from_gb,
+        world_size,
     };
     #[pymodule_export]
     use crate::engines::{EngineDriver, link_model};
@@ -59,7 +60,7 @@ mod _windlass {
     #[pymodule_export]
     use crate::publish::Publisher;
     #[pymodule_export]
-    use crate::receive::{FetchedDelta, Receiver};
+    use crate::receive::{FetchedDelta, Receiver, layout_of};
     #[pymodule_export]
     use crate::supervise::Supervisor;
 

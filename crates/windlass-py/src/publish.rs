@@ -1,9 +1,10 @@
 //! A trainer's rank, forwarded to [`publish::Publisher`].
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
@@ -40,7 +41,7 @@ impl Publisher {
 
     fn publisher(&self) -> Result<MutexGuard<'_, publish::Publisher>, Failure> {
         self.home.check("publisher")?;
-        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.inner.lock())
     }
 }
 
@@ -213,8 +214,8 @@ impl Publisher {
         self.home.check("publisher")?;
         // A caller that holds the interpreter does not wait for a call that is under way.
         Ok(match self.inner.try_lock() {
-            Ok(publisher) => publisher.newest(),
-            Err(_) => self.region.state().active.map(|s| s.version),
+            Some(publisher) => publisher.newest(),
+            None => self.region.state().active.map(|s| s.version),
         })
     }
 
@@ -274,7 +275,7 @@ impl Publisher {
             let publisher = self.publisher()?;
             let attempt = publisher.attempt()?;
             let casts = casts.unwrap_or_default();
-            let mut device = copies.device().lock().unwrap_or_else(PoisonError::into_inner);
+            let mut device = copies.device().lock();
             let ready = device.take().filter(|(made_for, offload)| {
                 *made_for == casts && offload.gpu().facts().uuid == gpu.0.facts().uuid
             });

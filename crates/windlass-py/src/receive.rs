@@ -1,16 +1,19 @@
 //! An engine's side: an image that follows a publisher.
 
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 
+use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use windlass::service::control::HttpControl;
 use windlass_core::address::Token;
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
+use windlass_core::slice::Selection;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
+use windlass_data::nixl;
 use windlass_data::receiver::{
     Control as _, ControlError, Fetched, Receiver as Inner, ReceiverConfig, RelayConfig, Relaying, Start,
     StatusHandle,
@@ -22,6 +25,7 @@ use windlass_data::tcp::PullConfig;
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
 use crate::held::{self, Held};
+use crate::layout::Layout;
 
 /// Keeps an image at the newest version of one publisher.
 #[pyclass(frozen, module = "windlass._windlass")]
@@ -49,7 +53,7 @@ const AT_ONCE: f64 = 5.0;
 impl Receiver {
     fn inner(&self) -> Result<MutexGuard<'_, Slot>, Failure> {
         self.home.check("receiver")?;
-        Ok(self.inner.lock().unwrap_or_else(PoisonError::into_inner))
+        Ok(self.inner.lock())
     }
 
     /// Does something with the image, once the publisher has said which one it is.
@@ -75,7 +79,7 @@ impl Drop for Receiver {
     fn drop(&mut self) {
         if !self.home.is_here() {
             // The threads that pass versions on are the parent's: there is nothing here to wait for.
-            let slot = self.inner.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let slot = self.inner.get_mut();
             std::mem::forget(std::mem::replace(slot, Slot::Closed));
         }
     }
@@ -95,14 +99,16 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 #[pymethods]
 impl Receiver {
     /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-    /// below `image_dir`. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
+    /// below `image_dir`: all of it, or the `slice` that a selection in JSON
+    /// names. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
     /// where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
-    /// first free port of `relay_ports`; zeros mean any. With `timeout` the agent must answer within it; without, one that is away is
+    /// first free port of `relay_ports`; zeros mean any. With `nixl` it reads images from the agent's memory where the agent lets it, by the
+    /// library at `nixl_library` or that of the active environment. With `timeout` the agent must answer within it; without, one that is away is
     /// waited for by whatever needs it first.
     #[new]
-    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, name = "receiver", mode = "auto",
+    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, slice = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
-        keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), timeout = None))]
+        keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), nixl = false, nixl_library = None, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -111,6 +117,7 @@ impl Receiver {
         token: Option<String>,
         tls_ca: Option<PathBuf>,
         region: Option<PathBuf>,
+        slice: Option<&str>,
         name: &str,
         mode: &str,
         streams: Option<u16>,
@@ -121,6 +128,8 @@ impl Receiver {
         keep_bytes: u64,
         relay: bool,
         relay_ports: (u16, u16),
+        nixl: bool,
+        nixl_library: Option<PathBuf>,
         timeout: Option<f64>,
     ) -> PyResult<Receiver> {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
@@ -141,6 +150,8 @@ impl Receiver {
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
         let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
         let control = Arc::new(control.with_trust(trust).with_timeout(transfer_timeout));
+        let slice = slice.map(|json| Selection::from_json(json.as_bytes())).transpose();
+        let slice = slice.map_err(|e| Failure::of(e.kind(), &e))?.map(Arc::new);
         let (mode, name) = (self::mode(mode)?, name.to_owned());
         if relay_ports.0 > relay_ports.1 {
             let (first, last) = relay_ports;
@@ -148,8 +159,11 @@ impl Receiver {
             return Err(Failure::invalid(text).into());
         }
         let relaying = RelayConfig { ports: relay_ports, ..RelayConfig::default() };
+        let nixl = nixl.then_some(nixl::Config { library: nixl_library, params: Vec::new() });
         let publisher = Arc::clone(&control);
         let open: Open = Box::new(move |model_id, stop| {
+            let reader = nixl.clone().map(nixl::Reader::start).transpose();
+            let reader = reader.map_err(|e| Failure::of(e.kind(), &e))?;
             let config = ReceiverConfig {
                 image: ImageSpec {
                     dir: image_dir.join(model_id.as_str()),
@@ -158,6 +172,7 @@ impl Receiver {
                     memfd: Memfd::Auto,
                     threads: threads.max(1),
                 },
+                slice: slice.clone(),
                 name: name.clone(),
                 mode,
                 streams,
@@ -167,6 +182,7 @@ impl Receiver {
                 allow: None,
                 keep: (keep_deltas > 0).then_some(Limits { count: keep_deltas, bytes: keep_bytes }),
                 share: None,
+                nixl: reader.map(Arc::new),
                 relaying: relay.then(|| Arc::new(Relaying::new(relaying.clone()))),
             };
             Ok(Inner::open(config, Arc::<HttpControl>::clone(&publisher), None, stop)?)
@@ -300,7 +316,7 @@ pub(crate) struct FetchedDelta {
 
 impl FetchedDelta {
     fn lock(&self) -> MutexGuard<'_, Option<Fetched>> {
-        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+        self.inner.lock()
     }
 
     pub(crate) fn with<T>(&self, work: impl FnOnce(&Fetched) -> Result<T, Failure>) -> Result<T, Failure> {
@@ -346,6 +362,44 @@ impl FetchedDelta {
     fn told(&self) -> &str {
         &self.told
     }
+}
+
+/// The layout that the agent at `endpoint` serves, and of which incarnation: for those who must know what they
+/// need of it before there is an image. Waits for the agent, and for its first version, until `timeout`.
+#[pyfunction]
+#[pyo3(signature = (endpoint, token, tls_ca = None, timeout = 60.0))]
+pub(crate) fn layout_of(
+    py: Python<'_>,
+    endpoint: &str,
+    token: &str,
+    tls_ca: Option<PathBuf>,
+    timeout: f64,
+) -> PyResult<(String, Layout)> {
+    let token = Token::new(token).map_err(|e| Failure::of(e.kind(), &e))?;
+    let control = HttpControl::new(endpoint, token).map_err(Failure::from)?;
+    let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
+    let control = control.with_trust(trust).with_timeout(held::seconds("timeout", timeout)?);
+    enter(py, Some(timeout), |stop| {
+        let model = first_contact(&control, stop)?;
+        let failed = |e: ControlError| Failure::of(e.kind(), &e);
+        loop {
+            let before = control.version(None, stop).map_err(failed)?;
+            if before.version.is_none() {
+                if stop.is_set() {
+                    let text = format!("the agent at {endpoint} has no version of {model} yet");
+                    return Err(Failure::new(Kind::Timeout, text));
+                }
+                std::thread::sleep(stop.nap());
+                continue;
+            }
+            let manifest = control.manifest(stop).map_err(failed)?;
+            let after = control.version(None, stop).map_err(failed)?;
+            // Another incarnation may have another layout.
+            if before.incarnation == after.incarnation {
+                return Ok((before.incarnation.to_string(), Layout(Arc::new(manifest))));
+            }
+        }
+    })
 }
 
 /// Whether nobody answers there yet.

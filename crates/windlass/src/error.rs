@@ -13,6 +13,7 @@ use windlass_core::error::Kind;
 use windlass_data::file::{FileError, io_kind};
 use windlass_data::image::ImageError;
 use windlass_data::local::LocalError;
+use windlass_data::nixl::NixlError;
 use windlass_data::private::PrivateError;
 use windlass_data::receiver::ReceiverError;
 use windlass_data::region::RegionError;
@@ -114,6 +115,8 @@ pub enum Error {
     Receiver(#[from] ReceiverError),
     #[error(transparent)]
     Local(#[from] LocalError),
+    #[error(transparent)]
+    Nixl(#[from] NixlError),
     #[error("the demo's {who}: {what}")]
     Child { who: String, what: String, kind: Kind },
     #[error(transparent)]
@@ -228,6 +231,7 @@ impl Error {
             Error::Serve(e) => e.kind(),
             Error::Receiver(e) => e.kind(),
             Error::Local(e) => e.kind(),
+            Error::Nixl(e) => e.kind(),
             Error::Child { kind, .. }
             | Error::Content { kind, .. }
             | Error::Plane { kind, .. }
@@ -282,6 +286,7 @@ impl Error {
             Error::Busy { .. } => "wait for the other run to end, or choose another output".into(),
             Error::Usage(_) => "see --help".into(),
             Error::Module { advice, .. } => advice.clone(),
+            Error::Nixl(_) => "see docs/nixl.md; `windlass doctor` tests the library".into(),
             Error::Tls(_) => CERTIFICATES.into(),
             Error::Cancelled => {
                 "no partial output is left; run the same command again when ready".into()

@@ -130,13 +130,10 @@ def save_lora(
     if target.exists():
         raise WindlassInvalid(f"{target} is there already", "give every adapter a version of its own")
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(target) as draft:
+    with replacing(target, durable=True) as draft:
         draft.mkdir()
         _write(draft / WEIGHTS, state.tensors)
         (draft / CONFIG).write_text(json.dumps(state.config, indent=2, sort_keys=True) + "\n")
-        for file in (draft / WEIGHTS, draft / CONFIG, draft):
-            _sync(file)
-    _sync(folder)
     return target
 
 
@@ -210,11 +207,3 @@ def _jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_jsonable(item) for item in value]
     return value
-
-
-def _sync(path: pathlib.Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -40,6 +40,8 @@ class LayoutPlan:
     places: list[tuple[int, torch.dtype, tuple[int, ...]]] = field(default_factory=list)
     #: The modules' own tables that hold them: looking there takes no walk through the model.
     holders: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    #: A slice that was found to have all that is read.
+    covered: bytes | None = None
     #: Why it was dropped, until modules are judged anew.
     dropped: str = ""
 

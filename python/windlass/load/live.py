@@ -32,6 +32,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
 import secrets
@@ -58,12 +59,14 @@ from windlass.errors import (
 from windlass.load.device import Arriving, DeviceWeights, device_weights
 from windlass.load.fit import check_changed, check_missing, check_reads, listed
 from windlass.load.layout_plan import LayoutPlan, place, reasons, summary
+from windlass.load.needs import blank, needs_of
 from windlass.load.order import EXTRAS, REASONS, Failure, Last, LiveVersion, LoadOrder, Report
 from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
 from windlass.load.take import Pause, take
 from windlass.load.trace import trace
+from windlass.receive.reading import Selection
 from windlass.receive.receiver import Tensors
 
 if TYPE_CHECKING:
@@ -138,7 +141,7 @@ class Live:
 
     def prepare(self, image: str, timeout: float = 60.0) -> Report:
         """Rehearses loading from an image, so that the first order need not. Nothing is written."""
-        held = _windlass.open_image(image, timeout, timeout)
+        held = _windlass.open_image(image, timeout, timeout, slices=True)
         try:
             self._fit(held)
         finally:
@@ -180,7 +183,7 @@ class Live:
         if order.delta is not None:
             self._check_staged(order.identity)
             return self.report()
-        held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+        held = _hold(order, order.timeout)
         try:
             self._check_identity(order, held)
             self._fit(held)
@@ -188,9 +191,18 @@ class Live:
             _let_go(held)
         return self.report()
 
+    def needs(self, layout: Layout) -> Selection:
+        """What this worker reads of images of a layout: of every tensor the boxes (:mod:`windlass.load.needs`). Rehearses
+        the layout if it is new, so that it must not be called while the model computes."""
+        plan = self._fit_layout(layout, blank(layout))
+        if self._session.hides_writes:
+            # Not every read can be seen.
+            return {name: [[[0, size] for size in shape]] for name, (_, shape) in plan.table.items()}
+        return needs_of(plan.trace, layout)
+
     def knows(self, order: LoadOrder) -> bool:
         """Whether an order can be checked and staged while the model computes: its image has the layout of the last one."""
-        held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+        held = _hold(order, order.timeout)
         try:
             return self._plan is not None and self._plan.key == self._key(held.layout())
         finally:
@@ -214,7 +226,7 @@ class Live:
         if self._session.refuses_plan() is not None or plan.device.staged == (base, order.identity):
             return plan.device.staged is not None
         try:
-            held = _windlass.open_image(order.image, order.timeout, min(order.timeout, 60.0))
+            held = _hold(order, order.timeout)
             try:
                 self._check_identity(order, held)
                 return self._staged(plan, plan.device, held, base, order)
@@ -463,8 +475,6 @@ class Live:
 
     def digest(self) -> dict[str, Any]:
         """Sums of what the parameters hold, by source tensor and box, for those that are kept as they were loaded."""
-        import json
-
         plan = self._plan
         out: dict[str, Any] = {"report": self.report().to_dict(), "parts": None, "unseen": []}
         if plan is None or plan.verdict is None:
@@ -500,7 +510,7 @@ class Live:
         if order.delta is not None:
             return self._load_staged(order.identity, order.digest or None, order.timeout)
         # A minute beyond the deadline: the hold must not end while the last bytes are read.
-        held = _windlass.open_image(order.image, order.timeout + 60.0, min(order.timeout, 60.0))
+        held = _hold(order, order.timeout + 60.0)
         finished = False
         try:
             self._check_identity(order, held)
@@ -543,20 +553,36 @@ class Live:
                 "give an order for what the image holds",
                 name="wrong_version",
             )
-        if order.digest and held.digest is not None and held.digest != order.digest:
+        # A slice has a digest of its own, which its receiver compared with the trainer's.
+        known = held.digest if held.slice is None else None
+        if order.digest and known is not None and known != order.digest:
             raise WindlassStale(
-                f"version {order.version} in {order.image!r} has the digest {held.digest}; the order says {order.digest}",
+                f"version {order.version} in {order.image!r} has the digest {known}; the order says {order.digest}",
                 "give an order for what the image holds",
                 name="wrong_digest",
             )
 
     def _fit(self, held: Held) -> LayoutPlan:
-        """The plan for an image's layout, rehearsed if it is new. An error that names what does not fit."""
+        """The plan for an image, rehearsed if its layout is new. An error that names what does not fit."""
         layout = held.layout()
+        plan = self._fit_layout(layout, Tensors(held, whole=False))
+        kept = held.slice
+        if kept is not None and plan.covered != kept:
+            lacking = held.lacks(json.dumps(self.needs(layout)))
+            if lacking:
+                raise WindlassInvalid(
+                    f"the image keeps only a slice of the model, without all that rank {self._rank} reads of "
+                    f"{listed(lacking)}",
+                    "have the receiver of this host keep what its workers read (docs/slices.md)",
+                    name="outside_slice",
+                )
+            plan.covered = kept
+        return plan
+
+    def _fit_layout(self, layout: Layout, tensors: Mapping[str, torch.Tensor]) -> LayoutPlan:
         key = self._key(layout)
         if self._plan is not None and self._plan.key == key:
             return self._plan
-        tensors = Tensors(held)
         check_changed(layout, self._accepted)
         with self._session.rehearsal() as targets:
             found = trace(self._session.load_weights, tensors, targets)
@@ -645,7 +671,7 @@ class Live:
         if how == "session":
             if plan.device is not None:
                 plan.device.forget()
-            tensors, before = Tensors(held), self._before(plan)
+            tensors, before = Tensors(held, whole=False), self._before(plan)
             with self._pinned(held):
                 size = self._by_session(plan, tensors, sorted({*plan.table}))
             why = self._judge(plan, before, tensors, held)
@@ -653,7 +679,11 @@ class Live:
         verdict = plan.verdict
         assert verdict is not None
         until = began + order.timeout
-        size = self._by_session(plan, Tensors(held), sorted(verdict.session)) if verdict.session else 0
+        size = (
+            self._by_session(plan, Tensors(held, whole=False), sorted(verdict.session))
+            if verdict.session
+            else 0
+        )
         if base is not None:
             try:
                 done, elements = self._sparsely(plan, held, base, order, until)
@@ -670,7 +700,7 @@ class Live:
         except (WindlassTimeout, WindlassCancelled, WindlassStale):
             raise
         except WindlassError as e:
-            done = self._by_session(plan, Tensors(held), sorted(verdict.replayed))
+            done = self._by_session(plan, Tensors(held, whole=False), sorted(verdict.replayed))
             return Last(how="session", ms=_since(began), bytes=size + done, why=str(e))
         return Last(how="dense", ms=_since(began), bytes=size + done)
 
@@ -726,7 +756,8 @@ class Live:
     def _pinned(self, held: Held) -> Iterator[None]:
         """Lets a GPU read an image by itself, while the engine's own loader copies tensor by tensor from it."""
         device, registered = self._device(), None
-        if device is not None:
+        # To pin the holes of a slice would give them memory.
+        if device is not None and held.slice is None:
             try:
                 registered = _windlass.Gpu.open(device.index or 0).register(held.memory())
             except WindlassError as e:
@@ -841,6 +872,10 @@ class Live:
         except WindlassError as e:
             # The order itself went as it went.
             log.error("rank %d: %s", self._rank, e)
+
+
+def _hold(order: LoadOrder, seconds: float) -> Held:
+    return _windlass.open_image(order.image, seconds, min(order.timeout, 60.0), slices=True)
 
 
 def _version_of(fetched: FetchedDelta) -> LiveVersion:

@@ -9,7 +9,8 @@ import ipaddress
 import socket
 from typing import TYPE_CHECKING
 
-from windlass.errors import WindlassInvalid
+from windlass.config import StoreConfig
+from windlass.errors import WindlassInvalid, WindlassUnsupported
 from windlass.publish.supervise import AgentSupervisor
 
 if TYPE_CHECKING:
@@ -40,16 +41,40 @@ def start_agent(
         history_bytes=agent.history_bytes,
         check_every=agent.check_every,
         relay_from=agent.relay_from,
+        nixl=agent.nixl,
+        nixl_library=agent.nixl_library,
         threads=agent.threads,
         streams=config.engine.streams,
         timeout=config.engine.timeout,
         peers=peers,
         log=agent.log,
+        options=_store_options(config.store),
     )
 
 
+def _store_options(store: StoreConfig | str | None) -> list[str]:
+    if not isinstance(store, StoreConfig):
+        return []
+    values = {
+        "--store": store.url,
+        "--store-anchor-every": store.anchor_every,
+        "--store-keep": store.keep,
+        "--store-keep-hours": store.keep_hours,
+        "--store-keep-bytes": store.keep_bytes,
+        "--store-bandwidth": store.bandwidth,
+        "--store-part-bytes": store.part_bytes,
+        "--store-streams": store.streams,
+    }
+    return [f"{name}={value}" for name, value in values.items() if value is not None]
+
+
 def check_reachable(config: WeightManagerConfig, hosts: set[str]) -> None:
-    """Sees that the agents of several hosts can reach each other."""
+    """Sees that the agents of several hosts can reach each other, and that each has what it is to upload."""
+    if len(hosts) > 1 and config.store is not None:
+        raise WindlassUnsupported(
+            f"the weights are on {len(hosts)} hosts ({', '.join(sorted(hosts))}), and a store takes the whole model from one",
+            "leave store out, and upload from a host that has the whole model",
+        )
     bind = config.agent.bind
     if len(hosts) > 1 and config.agent.enabled and ipaddress.ip_address(bind).is_loopback:
         raise WindlassInvalid(

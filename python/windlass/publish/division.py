@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Division", "Entry", "Held", "tell"]
 
+#: A smaller slice of a tensor, in elements, is no block of its own: its hash would be of about its size.
+LEAST_SLICE = 1024
+
 
 class Entry(NamedTuple):
     """A tensor of the image, as torch has it, and where it is."""
@@ -177,9 +180,10 @@ class Division:
         self._writers: Owners | None = None
         if all(words["by_rank"] for words in said):
             self._writers = {name: self._held[name].slices(turn) for name, turn in self._turns.items()}
-        owners = self._writers if self._writers is not None else self._owners if len(self.hosts) > 1 else None
+        owners = self._writers if self._writers is not None else self._owners if len(self.hosts) > 1 else {}
+        cuts = self._cuts(owners, _slices(said))
         #: The image.
-        self.layout = bare if owners is None else Layout(tensors, self.aliases, self._cuts(owners))
+        self.layout = Layout(tensors, self.aliases, cuts) if cuts else bare
         #: Its tensors by name.
         self.table = {
             name: Entry(dtype, self._held[name].shape, offset, size)
@@ -242,18 +246,28 @@ class Division:
                 load[host] += volume(box) * held.itemsize
         return hosts, owners
 
-    def _cuts(self, owners: Owners) -> list[tuple[str, list[tuple[int, list[int]]]]]:
-        """Where blocks must end so that each has one owner: (dimension, bounds) of tensors that have several."""
+    def _cuts(self, owners: Owners, slices: int) -> list[tuple[str, list[tuple[int, list[int]]]]]:
+        """Where blocks must end, as (dimension, bounds): so that each has one owner, and so that the rows or columns of each
+        of the ``slices`` of an engine are blocks of their own."""
         out = []
-        for name, boxes in owners.items():
-            if len(set(boxes.values())) < 2:
-                continue
-            shape = self._held[name].unpacked(self._held[name].shape)
-            corners = [self._held[name].unpacked(edges) for box in boxes for edges in zip(*box, strict=True)]
-            bounds = [
-                sorted({corner[dim] for corner in corners} - {0, size}) for dim, size in enumerate(shape)
-            ]
-            out.append((name, [(dim, found) for dim, found in enumerate(bounds) if found]))
+        for name, held in self._held.items():
+            shape = held.unpacked(held.shape)
+            found: list[set[int]] = [set() for _ in shape]
+            boxes = owners.get(name, {})
+            if len(set(boxes.values())) > 1:
+                for box in boxes:
+                    for corner in zip(*box, strict=True):
+                        for dim, edge in enumerate(held.unpacked(corner)):
+                            found[dim].add(edge)
+            left = math.prod(shape)
+            # Columns first: rows are blocks of their own anyway, but for a block at each end.
+            for dim in [len(shape) - 1, *range(len(shape) - 1)] if len(shape) > 1 else []:
+                if shape[dim] % slices == 0 and left >= slices * LEAST_SLICE:
+                    found[dim].update(shape[dim] // slices * i for i in range(slices))
+                    left //= slices
+            bounds = [(dim, sorted(at - {0, shape[dim]})) for dim, at in enumerate(found)]
+            if any(at for _, at in bounds):
+                out.append((name, [(dim, at) for dim, at in bounds if at]))
         return out
 
     def _corners(self, owners: Owners) -> list[tuple[str, list[tuple[list[int], list[int], int]]]]:
@@ -266,6 +280,17 @@ class Division:
             (name, [(corner(name, box, 0), corner(name, box, 1), owner) for box, owner in boxes.items()])
             for name, boxes in owners.items()
         ]
+
+
+def _slices(said: list[dict[str, Any]]) -> int:
+    """Into how many slices columns are cut, which all ranks must say alike."""
+    first = int(said[0]["slices"])
+    for rank, words in enumerate(said):
+        if words["slices"] != first:
+            raise WindlassInvalid(
+                f"rank 0 has slices={first} and rank {rank} slices={words['slices']}; give all ranks the same"
+            )
+    return first
 
 
 def packing(dtype: str) -> int:

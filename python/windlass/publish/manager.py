@@ -421,6 +421,7 @@ class WeightManager:
             exchange=exchange,
             timeout=left(until),
             by_rank=deltas,
+            slices=self.config.slices,
             gpu=ordinal,
         )
         here = [] if plan.host is None else plan.hosts[plan.host]

@@ -121,18 +121,20 @@ def make_plan(
     exchange: Exchange,
     timeout: float,
     by_rank: bool = False,
+    slices: int = 1,
     gpu: int | None = None,
 ) -> Plan:
     """Agrees with the other ranks. An error on one of them becomes an error on all.
 
-    With ``by_rank``, on all ranks, blocks end where the share of a rank does, so that each is one rank's. ``gpu`` is the
+    With ``by_rank``, on all ranks, blocks end where the share of a rank does, so that each is one rank's. Columns are cut into
+    ``slices``. ``gpu`` is the
     number of the one device whose tensors need not go by torch.
     """
 
     def words() -> dict[str, Any]:
         if isinstance(sources, Exception):
             raise sources
-        return {**tell(sources, naming, node), "by_rank": by_rank}
+        return {**tell(sources, naming, node), "by_rank": by_rank, "slices": slices}
 
     said = agree_on_all_ranks(exchange, words, "publish", timeout)
     assert not isinstance(sources, Exception)

@@ -60,6 +60,8 @@ class AgentSupervisor:
         history_bytes: int | None = None,
         check_every: int | None = None,
         relay_from: int | None = None,
+        nixl: str | None = None,
+        nixl_library: str | os.PathLike[str] | None = None,
         threads: int | None = None,
         streams: int | None = None,
         timeout: float | None = None,
@@ -82,6 +84,8 @@ class AgentSupervisor:
             "--history-bytes": None if history_bytes is None else str(history_bytes),
             "--check-every": None if check_every is None else str(check_every),
             "--relay-from": None if relay_from is None else str(relay_from),
+            "--nixl": None if nixl == "off" else nixl,
+            "--nixl-library": None if nixl_library is None else os.path.abspath(nixl_library),
             "--threads": None if threads is None else str(threads),
             "--streams": None if streams is None else str(streams),
             # In whole seconds, and never none.
@@ -97,6 +101,8 @@ class AgentSupervisor:
             environment=own_environment() if program is None else [],
             log=None if log is None else os.fspath(log),
         )
+        # An agent with a store first uploads the version that was sealed last, for up to 10 seconds.
+        self._ends_in = 15.0 if any(option.startswith("--store=") for option in options) else 5.0
         _forks.watch(self)
 
     def endpoint(self, timeout: float = 60.0) -> str:
@@ -109,9 +115,10 @@ class AgentSupervisor:
         told: dict[str, object] = json.loads(self._kept.status())
         return told
 
-    def stop(self, timeout: float = 5.0) -> None:
-        """Ends the agent: it has ``timeout`` seconds to end transfers, then it is killed. Again is nothing."""
-        self._kept.stop(timeout)
+    def stop(self, timeout: float | None = None) -> None:
+        """Ends the agent: it has ``timeout`` seconds to end transfers, then it is killed. By default 5, and 15 with a store. Again
+        is nothing."""
+        self._kept.stop(self._ends_in if timeout is None else timeout)
 
     def __enter__(self) -> Self:
         return self

@@ -16,11 +16,17 @@ from windlass.dtypes import torch_dtype
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from typing_extensions import Buffer
+
     from windlass._windlass import Memory
 
 
-def flat(memory: Memory) -> torch.Tensor:
+def flat(memory: Memory | Buffer) -> torch.Tensor:
     """All of ``memory`` as one tensor of bytes."""
+    from windlass import _windlass
+
+    if not isinstance(memory, _windlass.Memory):
+        return torch.frombuffer(memory, dtype=torch.uint8)
     if memory.length == 0:
         return torch.empty(0, dtype=torch.uint8)
     array = (ctypes.c_uint8 * memory.length).from_address(memory.address)

@@ -16,11 +16,13 @@ import threading
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from windlass import _windlass
 from windlass.config import Config
 from windlass.errors import WindlassCancelled, WindlassError, WindlassStale, WindlassTimeout
 from windlass.identity import Identity
+from windlass.receive.reading import Reading, Selection
 from windlass.receive.receiver import Receiver, Synced
 
 __all__ = ["Brought", "PullOrder", "Pulling"]
@@ -60,11 +62,14 @@ class PullOrder(Config):
     timeout: float = 300.0
     #: Whether the incarnation is known. Before its first version, a trainer only knows one that is lower.
     exact: bool = True
+    #: Whether each host brings only what its workers read: ``auto`` if the engine has workers on several hosts.
+    slice: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         self._text("endpoint", "model_id")
         self._text("token", "tls_ca", "image_dir", optional=True)
         self._flag("exact")
+        self._choice("slice", "auto", "always", "never")
         self._by_core("endpoint", _windlass.check_endpoint)
         self._by_core("model_id", _windlass.check_model_id)
         self._count("incarnation", 0, 2**64 - 1)
@@ -109,6 +114,10 @@ class Pulling:
         self._from = (endpoint, token, tls_ca)
         self._lock: int | None = None
         self._receiver: Receiver | None = None
+        #: What the receiver keeps, if that is not all.
+        self._slice: Selection | None = None
+        #: What this process reads, if that is not all.
+        self._reading: Reading | None = None
         #: Held while a version is brought.
         self._busy = threading.Lock()
         self._stopped = threading.Event()
@@ -137,6 +146,15 @@ class Pulling:
         with self._busy:
             return self._bring(wanted, timeout, exact)
 
+    def read(self, model_id: str, selection: Selection, worker: int, workers: int) -> None:
+        """From now on this process, the engine's ``worker``, reads no more of the model than ``selection``. It is one of
+        ``workers`` on this host, which all say so; what any of them reads is brought."""
+        with self._busy:
+            if self._reading is not None:
+                self._reading.close()
+            _windlass.make_place(self._directory)
+            self._reading = Reading(self._directory, model_id, selection, worker, workers)
+
     def stop(self) -> None:
         """Calls off what is being brought: it ends with an error. Returns at once."""
         self._stopped.set()
@@ -149,7 +167,7 @@ class Pulling:
         while not self._is_first(wanted.model_id):
             self._check_stopped()
             # The one that pulls may die meanwhile: then it is up to this one.
-            found = self._look(image, wanted.model_id, 0.0)
+            found = self._look(image, wanted.model_id, 0.0, self._reading)
             if found is not None and _is_enough(found.identity, wanted, exact):
                 return found
             if time.monotonic() >= ask:
@@ -161,6 +179,12 @@ class Pulling:
                     f"see the log of {self._holder(wanted.model_id)}, which pulls for this host",
                 )
             time.sleep(LOOK_S)
+        kept = None if self._reading is None else self._reading.of_all(until, self._stopped)
+        if self._receiver is not None and kept != self._slice:
+            # Workers read something else than before: the image is another one.
+            self._receiver.close()
+            self._receiver = None
+        self._slice = kept
         if self._receiver is None:
             endpoint, token, tls_ca = self._from
             self._receiver = Receiver(
@@ -168,12 +192,13 @@ class Pulling:
                 endpoint=endpoint,
                 token=token,
                 tls_ca=tls_ca,
+                slice=kept,
                 keep_deltas=KEPT,
                 timeout=max(1.0, until - time.monotonic()),
             )
         left = max(1.0, until - time.monotonic())
         synced = self._receiver.wait(wanted.version, left, self._stopped)
-        found = self._look(image, wanted.model_id, max(1.0, until - time.monotonic()))
+        found = self._look(image, wanted.model_id, max(1.0, until - time.monotonic()), self._reading)
         if found is None or not _is_enough(found.identity, wanted, exact):
             raise WindlassStale(
                 f"{wanted} was asked for, and the agent at {self._from[0]} has {found and found.identity}",
@@ -188,6 +213,9 @@ class Pulling:
         self._stopped.set()
         with self._busy:
             self._let_go()
+            if self._reading is not None:
+                self._reading.close()
+                self._reading = None
 
     def _check_stopped(self) -> None:
         if self._stopped.is_set():
@@ -243,15 +271,19 @@ class Pulling:
         return True
 
     @staticmethod
-    def _look(image: Path, model_id: str, timeout: float) -> Brought | None:
+    def _look(image: Path, model_id: str, timeout: float, reading: Reading | None) -> Brought | None:
+        """What the image holds, if it has all that this process reads."""
         try:
-            held = _windlass.open_image(image, 5.0, timeout)
+            held = _windlass.open_image(image, 5.0, timeout, slices=reading is not None)
         except WindlassError:
             return None
-        identity = Identity(model_id, int(held.incarnation, 16), held.version)
-        found = Brought(image, identity, held.digest or "", None)
-        held.finish()
-        return found
+        try:
+            if reading is not None and not reading.covered_by(held):
+                return None
+            identity = Identity(model_id, int(held.incarnation, 16), held.version)
+            return Brought(image, identity, held.digest or "", None)
+        finally:
+            held.finish()
 
 
 def _is_enough(have: Identity, wanted: Identity, exact: bool) -> bool:

@@ -32,7 +32,9 @@ from windlass.plain import numbers
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Self
+    from typing_extensions import Buffer, Self
+
+    from windlass.receive.reading import Selection
 
 __all__ = ["Image", "Receiver", "Synced", "open_image"]
 
@@ -67,6 +69,10 @@ class Synced:
     wire_bytes: int = 0
     #: Those of them that other receivers passed on.
     relayed_bytes: int = 0
+    #: Those of them that were read from the publisher's memory by NIXL.
+    read_bytes: int = 0
+    #: Why images came over TCP although ``nixl`` was wanted.
+    unread: str | None = None
     #: Relays that could not be reached, failed or lied.
     relays_lost: int = 0
     transfers: int = 0
@@ -103,7 +109,9 @@ class Synced:
         >>> Synced(mode="delta", wire_bytes=4096).metrics()["windlass/sync_wire_bytes"]
         4096
         """
-        return numbers(prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode")])
+        return numbers(
+            prefix, self, [f.name for f in fields(self) if f.name not in ("image", "mode", "unread")]
+        )
 
 
 class Receiver:
@@ -120,7 +128,10 @@ class Receiver:
     that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
     :meth:`sync` and :meth:`wait` only. What this receiver has, it passes on in the background to other receivers of the same version
     (``relay=False`` disables that), on a port of ``relay_ports`` (first and last; zeros take any). With ``keep_deltas``, the last deltas that led to the image
-    stay beside it, so that engines can load only what changed. A publisher that is not there yet is waited for by the first
+    stay beside it, so that engines can load only what changed. With ``slice`` the image keeps only a part of the model
+    (``docs/slices.md``): names of tensors or patterns, each with the boxes that are needed of it, as in
+    ``{"lm_head.weight": [[[0, 64000]]], "model.layers.0.*": [[]]}``. With ``nixl`` full images are read from the agent's memory, if it
+    runs with ``nixl`` too (``docs/nixl.md``). A publisher that is not there yet is waited for by the first
     call that needs it; with ``timeout`` it must answer within that time, or this is an error.
     """
 
@@ -133,6 +144,7 @@ class Receiver:
         token_file: str | Path | None = None,
         tls_ca: str | Path | None = None,
         region: str | Path | None = None,
+        slice: Selection | None = None,
         name: str = "receiver",
         mode: Literal["auto", "full", "delta"] = "auto",
         streams: int | None = None,
@@ -142,6 +154,8 @@ class Receiver:
         keep_deltas: int = 0,
         relay: bool = True,
         relay_ports: tuple[int, int] = (0, 0),
+        nixl: bool = False,
+        nixl_library: str | Path | None = None,
         timeout: float | None = None,
     ) -> None:
         if token_file is not None:
@@ -155,6 +169,7 @@ class Receiver:
                 token=token,
                 tls_ca=None if tls_ca is None else Path(tls_ca),
                 region=None if region is None else Path(region),
+                slice=None if slice is None else json.dumps(slice),
                 name=name,
                 mode=mode,
                 streams=streams,
@@ -164,6 +179,8 @@ class Receiver:
                 keep_deltas=keep_deltas,
                 relay=relay,
                 relay_ports=relay_ports,
+                nixl=nixl,
+                nixl_library=None if nixl_library is None else Path(nixl_library),
                 timeout=timeout,
             )
         except WindlassDenied as e:
@@ -280,7 +297,7 @@ def open_image(directory: str | Path, seconds: float = 300.0, timeout: float = 6
     It does not change while it is held, for at most ``seconds``; a receiver that has a newer one waits for that. An error
     at the end if it had to be taken back. An image that is being changed is waited for, for at most ``timeout``.
     """
-    held = _windlass.open_image(Path(directory), seconds, timeout)
+    held = _windlass.open_image(Path(directory), seconds, timeout, slices=True)
     try:
         yield Image(held.version, int(held.incarnation, 16), held.digest, Path(held.path), Tensors(held))
     finally:
@@ -294,22 +311,44 @@ class _NoTensor(WindlassNotFound, KeyError):
 
 
 class Tensors(Mapping[str, Any]):
-    """Tensors of an image by name, aliases included; made when they are asked for."""
+    """Tensors of an image by name, aliases included; made when they are asked for.
 
-    def __init__(self, held: _windlass.Held) -> None:
+    An image may keep only a slice of its model. ``whole`` refuses what is not there entirely, which would be
+    zeros; a loader that is known to read no more than the slice goes without.
+    """
+
+    def __init__(self, held: _windlass.Held, *, whole: bool = True) -> None:
+        self._lay(held.layout(), held.memory())
+        self._torn = frozenset(held.torn() if whole else ())
+
+    @classmethod
+    def laid(cls, layout: _windlass.Layout, memory: Buffer) -> Self:
+        """Those of a layout in any memory."""
+        made = cls.__new__(cls)
+        made._lay(layout, memory)
+        made._torn = frozenset()
+        return made
+
+    def _lay(self, layout: _windlass.Layout, memory: _windlass.Memory | Buffer) -> None:
         from windlass.receive.memory import flat
 
-        layout = held.layout()
-        self._data = flat(held.memory())
+        self._data = flat(memory)
         self._table = {name: (dtype, shape, at, size) for name, dtype, shape, at, size in layout.tensors()}
         self._aliases = layout.aliases()
 
     def __getitem__(self, name: str) -> torch.Tensor:
         from windlass.receive.memory import tensor_at
 
-        row = self._table.get(self._aliases.get(name, name))
+        own = self._aliases.get(name, name)
+        row = self._table.get(own)
         if row is None:
             raise _NoTensor(f"the image has no tensor {name!r}")
+        if own in self._torn:
+            raise WindlassInvalid(
+                f"the image keeps only a slice of the model, and does not hold all of {name!r}",
+                "read it from a receiver that keeps it whole, or name it in this one's slice",
+                name="outside_slice",
+            )
         dtype, shape, offset, size = row
         if dtype == "float4_e2m1fn_x2" and shape:
             # torch counts pairs.

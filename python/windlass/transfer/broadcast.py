@@ -27,7 +27,7 @@ from windlass.errors import WindlassError, WindlassInvalid
 from windlass.transfer.base import WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy
 from windlass.transfer.group import UpdateGroup, node_address, open_store
 from windlass.transfer.request import BroadcastWeightUpdateRequest
-from windlass.transfer.sync_info import EngineShape, TorchDistributedWeightSyncInfo, world_size
+from windlass.transfer.sync_info import EngineShape, TorchDistributedWeightSyncInfo, info_for, world_size
 from windlass.transfer.trainer import TrainerRanks, each_chunk
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
 
     def _begin_sender(self, sync_info: WeightSyncInfo) -> BroadcastTransferSender:
         """Joins in the background; the first chunk waits for the engines."""
-        info = _checked(sync_info)
+        info = info_for("broadcast", sync_info, TorchDistributedWeightSyncInfo)
         ranks = TrainerRanks()
         if ranks.rank != 0:
             return BroadcastTransferSender(None, ranks, self.settings.timeout)
@@ -155,7 +155,7 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> BroadcastTransferReceiver:
         """Joins as ``rank``, which is 1 or more: an engine's rank offset plus its local rank."""
-        info, settings = _checked(sync_info), self.settings
+        info, settings = info_for("broadcast", sync_info, TorchDistributedWeightSyncInfo), self.settings
         if rank == 0:
             raise WindlassInvalid("rank 0 of the update group is the trainer; engines begin at rank_offset 1")
         group = UpdateGroup(
@@ -169,15 +169,6 @@ class BroadcastTransferStrategy(WeightTransferStrategy):
     def get_request_type(self) -> type[BroadcastWeightUpdateRequest]:
         """Broadcast requests."""
         return BroadcastWeightUpdateRequest
-
-
-def _checked(info: WeightSyncInfo) -> TorchDistributedWeightSyncInfo:
-    if not isinstance(info, TorchDistributedWeightSyncInfo):
-        raise WindlassInvalid(
-            f"the sync info is {type(info).__name__}: broadcast needs TorchDistributedWeightSyncInfo; both sides must "
-            "be built from the same configuration"
-        )
-    return info
 
 
 class BroadcastTransferSender(WeightTransferSender):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,7 +53,13 @@ class EnginesFailed(WindlassError, RuntimeError):
     @classmethod
     def at(cls, step: str, failures: Mapping[str, BaseException], of: int, fenced: str = "") -> EnginesFailed:
         """The error for these failures."""
-        each = "; ".join(f"{name}: {error or type(error).__name__}" for name, error in failures.items())
+        told = {name: str(error) or type(error).__name__ for name, error in failures.items()}
+        # Errors that begin with the engine's name already are not given it twice.
+        named = [
+            text if re.match(rf"{re.escape(name)}\b", text) else f"{name}: {text}"
+            for name, text in told.items()
+        ]
+        each = "; ".join(named)
         made = cls(
             f"{len(failures)} of {of} engines failed at {step}: {each}" + (f" ({fenced})" if fenced else ""),
             "see the logs of the engines named; the others did what they were told",

@@ -52,9 +52,9 @@ _joined: weakref.WeakValueDictionary[str, UpdateGroup] = weakref.WeakValueDictio
 _joining = threading.Lock()
 
 
-def node_address() -> str:
+def node_address(setting: str = "master_addr") -> str:
     """The address under which other hosts reach this one: Ray's in a process of a Ray cluster, else that of the interface with the
-    default route; loopback where there is none.
+    default route. Where there is none it is loopback, with a warning that names the ``setting`` to use instead.
 
     >>> import ipaddress
     >>> bool(ipaddress.ip_address(node_address()))
@@ -68,6 +68,11 @@ def node_address() -> str:
             # Nothing is sent: connecting a datagram socket only chooses the interface.
             probe.connect((somewhere, 9))
             return str(probe.getsockname()[0])
+    log.warning(
+        "this host has no default route, so engines are told 127.0.0.1, which only processes on this host reach: "
+        "set %s to the address of this host in the engines' network",
+        setting,
+    )
     return "127.0.0.1"
 
 

@@ -15,16 +15,16 @@ A loader that loads adapters from a directory has ``load_lora(path)`` (:class:`L
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import os
 import re
-import shutil
 import tempfile
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
+from windlass.atomic import discard
 from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.extract.lora import CONFIG, WEIGHTS, LoraState, collect_lora, is_lora, save_lora
 from windlass.names import AsTheyAre
@@ -37,7 +37,6 @@ from windlass.transfer.tcp import (
     TcpTransferReceiver,
     TcpTransferSender,
     TcpTransferStrategy,
-    checked,
 )
 from windlass.transfer.trainer import TrainerRanks, each_chunk
 
@@ -131,7 +130,7 @@ class LoraTransferStrategy(WeightTransferStrategy):
             if isinstance(sync_info, AgentWeightSyncInfo):
                 raise WindlassInvalid("the trainer sends adapters by an agent, and this engine expects files")
             return LoraTransferReceiver(self.settings, None)
-        inner = self._pulled.create_receiver(checked(sync_info), rank=rank)
+        inner = self._pulled.create_receiver(sync_info, rank=rank)
         return LoraTransferReceiver(self.settings, inner)
 
     def get_request_type(self) -> type[WeightUpdateRequest]:
@@ -211,15 +210,14 @@ class LoraTransferSender(WeightTransferSender):
         target = folder / f"{name}-{version}"
         if target.exists() and target not in self._written:
             # Left by a run before this one: an engine that was told the path must not see it change under its feet.
-            old = folder / f".{target.name}-{os.getpid()}-old"
-            target.rename(old)
-            shutil.rmtree(old, ignore_errors=True)
+            discard(target)
         path = save_lora(state, folder, version, name=name)
         self._written.append(path)
         while len(self._written) > self._settings.keep:
             oldest = self._written.pop(0)
             if number.fullmatch(oldest.name):
-                shutil.rmtree(oldest, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    discard(oldest)
         return path
 
     def close(self) -> None:

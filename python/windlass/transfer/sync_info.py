@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from windlass import _windlass
 from windlass.errors import WindlassInvalid
@@ -32,10 +32,14 @@ __all__ = [
     "WeightSyncInfo",
     "WeightSyncInitInfo",
     "engine_rank",
+    "info_for",
     "parse_sync_info",
     "rank_offsets",
     "world_size",
 ]
+
+
+Info = TypeVar("Info", bound="WeightSyncInfo")
 
 
 class WeightSyncInfo(Record):
@@ -51,6 +55,17 @@ class WeightSyncInfo(Record):
         # For callers that await what makes it, as the interface design does. There is nothing to wait for.
         return self
         yield
+
+
+def info_for(strategy: str, info: WeightSyncInfo, kind: type[Info]) -> Info:
+    """The sync info of a strategy; that of another one is refused."""
+    if not isinstance(info, kind):
+        needed = "none" if kind is EmptyWeightSyncInfo else kind.__name__
+        raise WindlassInvalid(
+            f"the sync info is {type(info).__name__}: {strategy} needs {needed}; both sides must be built from the same "
+            "configuration"
+        )
+    return info
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from windlass.transfer.base import WeightTransferReceiver, WeightTransferSender,
 from windlass.transfer.group import node_address
 from windlass.transfer.request import PullWeightUpdateRequest
 from windlass.transfer.spool import Spool
-from windlass.transfer.sync_info import AgentWeightSyncInfo
+from windlass.transfer.sync_info import AgentWeightSyncInfo, info_for
 from windlass.transfer.trainer import TrainerRanks, each_chunk
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ __all__ = [
 ]
 
 log = logging.getLogger("windlass")
+
+#: The setting with the address that engines are told.
+ADVERTISED = "manager.agent.advertise_host"
 
 
 @runtime_checkable
@@ -148,7 +151,7 @@ class TcpTransferStrategy(WeightTransferStrategy):
 
     def create_sender(self, sync_info: WeightSyncInfo) -> TcpTransferSender:
         """The trainer's end; every training rank makes one, rank 0 with what it has reserved."""
-        info = checked(sync_info)
+        info = info_for("this strategy", sync_info, AgentWeightSyncInfo)
         reserved, self._reserved = self._reserved, None
         ranks = TrainerRanks()
         if ranks.rank == 0 and (reserved is None or reserved.endpoint != info.endpoints[0]):
@@ -164,21 +167,12 @@ class TcpTransferStrategy(WeightTransferStrategy):
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> TcpTransferReceiver:
         """The engine's end, with an image of its own."""
-        return TcpTransferReceiver(self.settings, checked(sync_info), rank)
+        info = info_for("this strategy", sync_info, AgentWeightSyncInfo)
+        return TcpTransferReceiver(self.settings, info, rank)
 
     def get_request_type(self) -> type[PullWeightUpdateRequest]:
         """Pull requests."""
         return PullWeightUpdateRequest
-
-
-def checked(info: WeightSyncInfo) -> AgentWeightSyncInfo:
-    """Refuses the sync info of another strategy."""
-    if not isinstance(info, AgentWeightSyncInfo):
-        raise WindlassInvalid(
-            f"the sync info is {type(info).__name__}: this strategy needs AgentWeightSyncInfo; both sides must be built "
-            "from the same configuration"
-        )
-    return info
 
 
 class _Reserved:
@@ -198,8 +192,8 @@ class _Reserved:
         bind = agent.bind
         if bind == "127.0.0.1" and not local and agent.advertise_host is None:
             # The default would be of no use to engines on other hosts.
-            bind = node_address()
-        host = agent.advertise_host or (node_address() if bind in ("0.0.0.0", "::") else bind)
+            bind = node_address(ADVERTISED)
+        host = agent.advertise_host or (node_address(ADVERTISED) if bind in ("0.0.0.0", "::") else bind)
         keeper = socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET)
         # With it on both sockets and none of them listening, another one may be bound to the port and listen.
         keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

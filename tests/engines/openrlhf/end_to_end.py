@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import on_cpu
+import patient_ray
 import ray
 
 # As in every worker.
@@ -90,7 +91,7 @@ def answers(engine: Any) -> list[list[int]]:
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    told = ray.get([engine.generate.remote(list(prompt), sampling) for prompt in tiny.PROMPTS], timeout=120)
+    told = ray.get([engine.generate.remote(list(prompt), sampling) for prompt in tiny.PROMPTS], timeout=600)
     return [list(one.outputs[0].token_ids) for one in told]
 
 
@@ -121,7 +122,7 @@ def main(trained: str, served: str, result: str, *words: str) -> None:
         told["seconds"][what] = round(time.monotonic() - begun, 1)
         sys.stderr.write(f"{what}: {told['seconds'][what]} s\n")
 
-    ray.init(num_cpus=8, num_gpus=8, include_dashboard=False, _node_ip_address="127.0.0.1")
+    patient_ray.start(num_cpus=8, num_gpus=8, include_dashboard=False, _node_ip_address="127.0.0.1")
     mark("ray")
     args = options(list(words))
     strategy = openrlhf.utils.get_strategy(args)
@@ -144,13 +145,13 @@ def main(trained: str, served: str, result: str, *words: str) -> None:
     ray.kill(engines[0])
     killed = time.monotonic()
     try:
-        ray.get(group.async_run_method(method_name="broadcast_to_vllm"), timeout=120)
+        ray.get(group.async_run_method(method_name="broadcast_to_vllm"), timeout=600)
     except Exception as e:
         told["killed"] = {"kind": type(e.cause).__name__, "text": str(e.cause)}  # type: ignore[attr-defined]
     told["killed_s"] = time.monotonic() - killed
     mark("killed")
     # OpenRLHF ends its actors without a word.
-    ray.get([one.__ray_call__.remote(close) for one in group._actor_handlers], timeout=60)
+    ray.get([one.__ray_call__.remote(close) for one in group._actor_handlers], timeout=600)
     Path(result).write_text(json.dumps(told))
     ray.shutdown()
 

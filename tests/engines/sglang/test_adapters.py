@@ -16,7 +16,7 @@ from windlass.engines.sglang import SGLangLora
 from windlass.errors import WindlassInvalid, WindlassNotFound
 from windlass.extract.lora import LoraState, save_lora
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 RANK = 4
 

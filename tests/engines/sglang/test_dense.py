@@ -42,7 +42,7 @@ from windlass.extract.chunk import WeightChunk
 from windlass.transfer.broadcast import BroadcastTransferStrategy
 from windlass.transfer.request import BroadcastWeightUpdateRequest
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT = tiny.PROMPTS[0]
 #: So many that a request is in flight for a while.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -21,35 +18,34 @@ from policy import Policy
 import servers
 import tiny
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 class Embedded:
     """The child that has the engine."""
 
     def __init__(self, model: Path) -> None:
-        python = servers.python_of("sglang")
-        own = servers.Sglang(model)._env
-        drop = {"PYTHONDONTWRITEBYTECODE", "PYTHONPATH"}
-        env = {**{k: v for k, v in os.environ.items() if k not in drop}, **own}
         script = Path(__file__).with_name("embedded.py")
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        self._child = subprocess.Popen(
-            [str(python), str(script), str(model)],
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            start_new_session=True,
-        )
+        self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115
+        theirs, ours = os.pipe()
+        answers, said = os.pipe()
+        self._input, self._output = os.fdopen(ours, "w"), os.fdopen(answers)
+        with os.fdopen(said, "wb") as out:
+            self._child = servers.template("sglang").start(
+                [script, model],
+                {**servers.environment_of("sglang"), "SGLANG_CPU_OMP_THREADS_BIND": "0"},
+                stdin=theirs,
+                stdout=out,
+                stderr=self._log,
+                fork=True,
+            )
+        os.close(theirs)
         self._lines: Queue[str | None] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
         assert self._next() == "ready"
 
     def _read(self) -> None:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
+        for line in self._output:
             if line.startswith(MARK):
                 self._lines.put(line.removeprefix(MARK))
         self._lines.put(None)
@@ -58,19 +54,19 @@ class Embedded:
         line = self._lines.get(timeout=300)
         if line is None:
             self._log.seek(0)
-            raise RuntimeError(f"the engine's process ended:\n{self._log.read()[-4000:]}")
+            raise RuntimeError(
+                f"the engine's process ended:\n{self._log.read()[-4000:].decode(errors='replace')}"
+            )
         return json.loads(line)
 
     def ask(self, **words: Any) -> Any:
-        assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(words) + "\n")
-        self._child.stdin.flush()
+        self._input.write(json.dumps(words) + "\n")
+        self._input.flush()
         return self._next()
 
     def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._child.wait(30)
+        self._child.kill()
+        self._input.close()
         self._log.close()
 
 

@@ -15,7 +15,7 @@ from sidecar import Sidecar
 from windlass.engines.sglang import SGLangWeightLoader
 from windlass.engines.sglang.custom import PATH
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

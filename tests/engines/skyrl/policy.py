@@ -152,13 +152,15 @@ async def told(path: Path) -> list[str]:
     return words
 
 
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
 if __name__ == "__main__":
     import torch.multiprocessing as multiprocessing
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        free = listener.getsockname()[1]
     checkpoint, servers, image_dir, notes = sys.argv[1:]
-    multiprocessing.spawn(
-        rank_main, args=(2, free, checkpoint, servers.split(","), image_dir, notes), nprocs=2
-    )
+    arguments = (2, free_port(), checkpoint, servers.split(","), image_dir, notes)
+    multiprocessing.spawn(rank_main, args=arguments, nprocs=2)

@@ -30,15 +30,16 @@ def run(program: str, *args: object, timeout: float = 400.0) -> dict[str, Any]:
         result = Path(folder) / "result.json"
         log = Path(folder) / "log"
         paths = [servers.PACKAGE, servers.HERE, servers.HERE / "plugin"]
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-        env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        model, url, token_file, images, *more = map(str, args)
-        command = [servers.python_of("vllm"), HERE / program, model, url, token_file, images, result, *more]
+        env = servers.environment_of("vllm") | {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+        model, url, token_file, images, *more = args
+        argv = [HERE / program, model, url, token_file, images, result, *more]
         with log.open("wb") as out:
-            done = subprocess.run(
-                list(map(str, command)), env=env, stdout=out, stderr=subprocess.STDOUT, timeout=timeout
-            )
-        assert done.returncode == 0, log.read_text(errors="replace")[-6000:]
+            done = servers.template("vllm").start(argv, env, stdout=out)
+            try:
+                code = done.wait(timeout)
+            finally:
+                done.kill()
+        assert code == 0, log.read_text(errors="replace")[-6000:]
         told: dict[str, Any] = json.loads(result.read_text())
         return told
 
@@ -94,12 +95,12 @@ def test_async_grpo_trains_one_layer_and_only_that_travels(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["full", "peft"])
-def test_grpo_follows_by_one_call(
+@pytest.mark.parametrize("how", ["grpo", "rloo-peft", "online-dpo"])
+def test_trainers_with_trls_client_follow_by_one_call(
     how: str, server: servers.Vllm, model: Path, token_file: Path, images: Path
 ) -> None:
     before = server.answers()
-    told = run("grpo.py", model, server.url, token_file, images, how)
+    told = run("by_client.py", model, server.url, token_file, images, how)
     assert server.answers() == told["answers"] != before
     assert told["metrics"]["windlass/version"] == 3
 

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import patient_ray
 import ray
 import tests.checkpoint_engine.test_utils as harness
 import torch
@@ -113,7 +114,7 @@ async def main(trained: str, served: str, images: str, result: str) -> None:
         told["seconds"][what] = round(time.monotonic() - begun, 1)
         sys.stderr.write(f"{what}: {told['seconds'][what]} s\n")
 
-    ray.init(
+    patient_ray.start(
         num_cpus=64,
         num_gpus=16,
         include_dashboard=False,

@@ -118,14 +118,18 @@ print(json.dumps(tiny.answers(model)))
 
 @pytest.mark.timeout(400)
 def test_a_training_script_of_vllm_changes_one_string(server: servers.Vllm, home: Path) -> None:
-    import subprocess
-
-    command = [str(servers.python_of("vllm")), "-c", TRAINER, server.url, str(home), KIND]
-    done = subprocess.run(
-        [*command, str(servers.PACKAGE), str(servers.HERE)], capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert server.answers() == json.loads(done.stdout.splitlines()[-1])
+    script, said, log = (home / name for name in ("trainer.py", "said", "log"))
+    script.write_text(TRAINER)
+    argv = [script, server.url, home, KIND, servers.PACKAGE, servers.HERE]
+    with said.open("wb") as out, log.open("wb") as errors:
+        env = servers.environment_of("vllm")
+        done = servers.template("vllm").start(argv, env, stdout=out, stderr=errors)
+        try:
+            code = done.wait(240)
+        finally:
+            done.kill()
+    assert code == 0, log.read_text(errors="replace")[-3000:]
+    assert server.answers() == json.loads(said.read_text().splitlines()[-1])
     assert server.get("/weight_info")["weight_version"].endswith(":2")
 
 

@@ -176,7 +176,7 @@ impl Case<'_> {
                 Some(Objection { why: why.into(), blocked: f.cross_region })
             }
             Strategy::Nixl if !f.nixl_library => {
-                let why = "this build has no transport for NIXL";
+                let why = "NIXL is not known to be on both sides: install nixl-cu12 there; `windlass doctor` tests it";
                 // Only an RDMA device that lies idle is a loss.
                 Some(Objection { why: why.into(), blocked: self.unsuited(s).is_none() })
             }

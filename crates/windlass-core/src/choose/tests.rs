@@ -250,7 +250,7 @@ fn ipc_to_an_engine_that_cannot_open_the_handle_says_why() {
 fn other_overrides_that_cannot_work_say_why() {
     let strategy = |name: &str| json!({ "strategy": name });
     let cases = [
-        (remote(), strategy("nixl"), Subject::Strategy(Strategy::Nixl), "no transport for NIXL"),
+        (remote(), strategy("nixl"), Subject::Strategy(Strategy::Nixl), "install nixl-cu12"),
         (remote(), strategy("store"), Subject::Strategy(Strategy::Store), "store_url"),
         (remote(), strategy("lora"), Subject::Strategy(Strategy::Lora), "no adapter is trained"),
         (
@@ -376,7 +376,7 @@ fn strict_names_the_faster_path_and_what_blocks_it() {
         (Facts { engine_gpus: gpus(&["5"]), ..colocated() }, "strategy packed_cuda_ipc", "GPU-5"),
         (Facts { backend: Backend::Gloo, ..colocated() }, "strategy packed_cuda_ipc", "weight_sync_backend"),
         (Facts { cross_region: true, ..elastic() }, "strategy store", "store_url"),
-        (Facts { rdma_device: true, ..elastic() }, "strategy nixl", "no transport for NIXL"),
+        (Facts { rdma_device: true, ..elastic() }, "strategy nixl", "install nixl-cu12"),
         (Facts { peer: Peer::default(), ..elastic() }, "codec delta_plain", "does not decode deltas"),
         (
             Facts { link_bytes_per_second: Some(1_000_000), ..elastic() },

@@ -16,6 +16,7 @@
 //! | `POST /request_transfer` | [`TransferRequest`] | [`TransferAnswer`] |
 //! | `GET /get_relays?ticket=&known=&timeout_ms=` | – | [`Relays`] |
 //! | `GET /get_part?version=&base=&stripe_bytes=` | – | [`PartInfo`] |
+//! | `POST /get_part?version=&base=&stripe_bytes=` | the blocks that the delta is to be of | [`PartInfo`] |
 //! | `POST /share_ticket` | [`SharedTicket`] | – |
 //! | `POST /transfer_done` | [`TransferDone`] | – |
 
@@ -219,9 +220,13 @@ pub struct TransferRequest {
     /// The layout that its block numbers are of; checked if given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layout_hash: Option<LayoutHash>,
-    /// The blocks it wants of an image; all if not given. A delta is always of all blocks.
+    /// The blocks it wants of an image; all that it keeps if not given. A delta is always of all that it keeps.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wanted: Option<BlockRanges>,
+    /// The blocks that it keeps (see [`crate::slice`]); all if not given. Digests, in the request and in the ticket, are
+    /// then those of these blocks.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keeps: Option<BlockRanges>,
     /// How many streams; the agent's default if not given.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub streams: Option<u16>,
@@ -293,19 +298,21 @@ hex_bytes!(
 );
 
 /// What the leading agent asks of another: its share of a version, once that is sealed there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PartRequest {
     pub version: Version,
     /// Where a delta would start.
     pub base: Option<Version>,
     /// How many bytes of the delta each sum is to be of. No sums if not given.
     pub stripe_bytes: Option<u32>,
+    /// The blocks that the delta is to be of; all if not given.
+    pub keeps: Option<BlockRanges>,
 }
 
 impl PartRequest {
     /// Its share of the image.
     pub fn image(version: Version) -> PartRequest {
-        PartRequest { version, base: None, stripe_bytes: None }
+        PartRequest { version, base: None, stripe_bytes: None, keeps: None }
     }
 }
 

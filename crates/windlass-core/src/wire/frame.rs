@@ -6,7 +6,9 @@ use std::ops::RangeInclusive;
 use serde::Serialize;
 use xxhash_rust::xxh3::xxh3_64;
 
-use super::{MAX_BLOCKS_PER_STRIPE, MAX_HOLDS, MAX_MESSAGE, MAX_STREAMS, MAX_STRIPE_BYTES, WireError};
+use super::{
+    MAX_BLOCKS_PER_STRIPE, MAX_HOLDS, MAX_MESSAGE, MAX_METADATA, MAX_STREAMS, MAX_STRIPE_BYTES, WireError,
+};
 use crate::identity::ModelId;
 
 /// The first four bytes of every frame.
@@ -27,7 +29,9 @@ pub struct ProtocolVersion {
 
 impl ProtocolVersion {
     /// The version this code speaks.
-    pub const CURRENT: ProtocolVersion = ProtocolVersion { major: 1, minor: 0 };
+    pub const CURRENT: ProtocolVersion = ProtocolVersion { major: 1, minor: 1 };
+    /// The first minor with `Reach`, `Memory` and claims that are read ([`Carriage`](super::Carriage)).
+    pub const ONE_SIDED: u8 = 1;
 }
 
 impl fmt::Display for ProtocolVersion {
@@ -81,6 +85,10 @@ pub enum FrameKind {
     Error = 21,
     /// Sender: a relay's stripes that it has by now, an origin's that it has given to others.
     Holds = 22,
+    /// Receiver: asks how the sender's memory can be read. Sender: the answer.
+    Reach = 23,
+    /// Sender: where in its memory the data of the image is.
+    Memory = 24,
     /// Either: request for a sign of life.
     Ping = 32,
     /// Either: the answer to `Ping`.
@@ -89,7 +97,7 @@ pub enum FrameKind {
 
 impl FrameKind {
     /// Every kind, in the order of their codes.
-    pub const ALL: [FrameKind; 14] = [
+    pub const ALL: [FrameKind; 16] = [
         FrameKind::Hello,
         FrameKind::Challenge,
         FrameKind::Proof,
@@ -102,6 +110,8 @@ impl FrameKind {
         FrameKind::Done,
         FrameKind::Error,
         FrameKind::Holds,
+        FrameKind::Reach,
+        FrameKind::Memory,
         FrameKind::Ping,
         FrameKind::Pong,
     ];
@@ -129,6 +139,8 @@ impl FrameKind {
             FrameKind::Done => 49..=48 + ModelId::MAX_LEN as u32,
             FrameKind::Error => 4..=4 + MAX_MESSAGE as u32,
             FrameKind::Holds => 8..=8 * MAX_HOLDS,
+            FrameKind::Reach => 4..=4 + MAX_MESSAGE as u32 + MAX_METADATA,
+            FrameKind::Memory => 16..=16,
         }
     }
 
@@ -145,6 +157,8 @@ impl FrameKind {
             | FrameKind::Refuse
             | FrameKind::Done
             | FrameKind::Holds
+            | FrameKind::Reach
+            | FrameKind::Memory
             | FrameKind::Ping
             | FrameKind::Pong => false,
         }
@@ -166,6 +180,8 @@ impl fmt::Display for FrameKind {
             FrameKind::Done => "Done",
             FrameKind::Error => "Error",
             FrameKind::Holds => "Holds",
+            FrameKind::Reach => "Reach",
+            FrameKind::Memory => "Memory",
             FrameKind::Ping => "Ping",
             FrameKind::Pong => "Pong",
         })

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bytes::{Mac, Nonce, TicketId};
 use super::frame::{FrameKind, HEADER_LEN, Header, ProtocolVersion, StreamId, decode_header};
-use super::{Extent, MAX_MESSAGE, SourceId, WireError};
+use super::{Extent, MAX_MESSAGE, MAX_METADATA, SourceId, WireError};
 use crate::digest::BlockSum;
 use crate::error::Kind;
 use crate::identity::{Identity, Incarnation, ModelId, StateDigest};
@@ -40,6 +40,8 @@ pub enum Message {
     Error(Fault),
     /// Stripes that a relay has by now, or that an origin has given to others: at most [`MAX_HOLDS`](super::MAX_HOLDS) ranges, none of them empty.
     Holds(Vec<Range<u32>>),
+    Reach(Reach),
+    Memory(Memory),
     /// Asks for a sign of life. The answer repeats the number.
     Ping(u64),
     /// The answer to a ping.
@@ -76,6 +78,44 @@ pub struct Claim {
     pub attempt: u16,
     /// Its extent in the receiver's plan; the sender compares it with its own.
     pub extent: Extent,
+    pub carriage: Carriage,
+}
+
+/// How the bytes of a stripe come to the receiver.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Carriage {
+    /// The sender sends them in `Data` frames.
+    #[default]
+    Sent,
+    /// The receiver reads them from the sender's memory, after `StripeEnd` and before `Ack`.
+    Read,
+}
+
+/// How memory can be read by a link of one-sided reads.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reach {
+    /// This side can.
+    Able {
+        /// The name and release of its library. Both sides must have the same.
+        library: String,
+        /// What the library of the peer needs to reach this one; empty if it comes from a receiver. At most
+        /// [`MAX_METADATA`](super::MAX_METADATA) bytes.
+        metadata: Vec<u8>,
+    },
+    /// This side cannot.
+    Unable {
+        /// Text for people.
+        why: String,
+    },
+}
+
+/// Where in the sender's memory the data of an image is. The bytes of a tensor lie there as in a file of the manifest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    pub address: u64,
+    pub bytes: u64,
 }
 
 /// The hashes that the bytes of a stripe must have.
@@ -210,6 +250,8 @@ impl Message {
             Message::Done(_) => FrameKind::Done,
             Message::Error(_) => FrameKind::Error,
             Message::Holds(_) => FrameKind::Holds,
+            Message::Reach(_) => FrameKind::Reach,
+            Message::Memory(_) => FrameKind::Memory,
             Message::Ping(_) => FrameKind::Ping,
             Message::Pong(_) => FrameKind::Pong,
         }
@@ -228,6 +270,8 @@ impl Message {
             | Message::Refuse(_)
             | Message::Done(_)
             | Message::Holds(_)
+            | Message::Reach(_)
+            | Message::Memory(_)
             | Message::Ping(_)
             | Message::Pong(_) => 0,
         }
@@ -278,7 +322,11 @@ impl Message {
                     Extent::Bytes { payload, offset, len } => (1, payload, offset, len.into()),
                 };
                 out.extend(claim.attempt.to_le_bytes());
-                out.extend([tag, 0]);
+                let carriage = match claim.carriage {
+                    Carriage::Sent => 0,
+                    Carriage::Read => 1,
+                };
+                out.extend([tag, carriage]);
                 out.extend(u32::to_le_bytes(payload));
                 out.extend(u64::to_le_bytes(start));
                 out.extend(u64::to_le_bytes(len));
@@ -319,6 +367,21 @@ impl Message {
                     out.extend(range.start.to_le_bytes());
                     out.extend(range.end.saturating_sub(range.start).to_le_bytes());
                 }
+            }
+            Message::Reach(reach) => {
+                let (tag, text, metadata) = match reach {
+                    Reach::Able { library, metadata } => (0, library, &metadata[..]),
+                    Reach::Unable { why } => (1, why, &[][..]),
+                };
+                let text: Vec<u8> = capped(text).collect();
+                out.extend([tag, 0]);
+                out.extend((text.len() as u16).to_le_bytes());
+                out.extend(text);
+                out.extend(metadata);
+            }
+            Message::Memory(memory) => {
+                out.extend(memory.address.to_le_bytes());
+                out.extend(memory.bytes.to_le_bytes());
             }
             Message::Ping(number) | Message::Pong(number) => out.extend(number.to_le_bytes()),
         }
@@ -363,6 +426,11 @@ impl<'a> Body<'a> {
             FrameKind::Done => Message::Done(self.completion()?),
             FrameKind::Error => Message::Error(self.fault(stripe)?),
             FrameKind::Holds => Message::Holds(self.holds()?),
+            FrameKind::Reach => Message::Reach(self.reach()?),
+            FrameKind::Memory => Message::Memory(Memory {
+                address: u64::from_le_bytes(self.take()?),
+                bytes: u64::from_le_bytes(self.take()?),
+            }),
             FrameKind::Ping => Message::Ping(u64::from_le_bytes(self.take()?)),
             FrameKind::Pong => Message::Pong(u64::from_le_bytes(self.take()?)),
         })
@@ -422,8 +490,12 @@ impl<'a> Body<'a> {
 
     fn claim(&mut self, stripe: u32) -> Result<Claim, WireError> {
         let attempt = u16::from_le_bytes(self.take()?);
-        let [tag] = self.take()?;
-        self.zeros::<1>()?;
+        let [tag, carriage] = self.take()?;
+        let carriage = match carriage {
+            0 => Carriage::Sent,
+            1 => Carriage::Read,
+            other => return Err(self.code("carriage", other)),
+        };
         let payload = u32::from_le_bytes(self.take()?);
         let start = u64::from_le_bytes(self.take()?);
         let len = u64::from_le_bytes(self.take()?);
@@ -436,7 +508,7 @@ impl<'a> Body<'a> {
             1 => Extent::Bytes { payload, offset: start, len: narrow("length", len)? },
             tag => return Err(self.code("extent", tag)),
         };
-        Ok(Claim { stripe, attempt, extent })
+        Ok(Claim { stripe, attempt, extent, carriage })
     }
 
     fn check(&mut self) -> Result<Check, WireError> {
@@ -487,6 +559,30 @@ impl<'a> Body<'a> {
             ranges.push(first..end.ok_or(WireError::StripeRange { first, count })?);
         }
         Ok(ranges)
+    }
+
+    fn reach(&mut self) -> Result<Reach, WireError> {
+        let [tag] = self.take()?;
+        self.zeros::<1>()?;
+        let len = usize::from(u16::from_le_bytes(self.take()?));
+        let truncated = WireError::BodyTruncated { frame: self.frame };
+        let (text, rest) = self.rest.split_at_checked(len).ok_or(truncated)?;
+        let text = std::str::from_utf8(text).map_err(|_| WireError::Utf8 { frame: self.frame })?;
+        if text.len() > MAX_MESSAGE || rest.len() > MAX_METADATA as usize {
+            let (len, max) = (self.rest.len() as u32, MAX_MESSAGE as u32 + MAX_METADATA);
+            return Err(WireError::BodyLength { frame: self.frame, len, min: 0, max });
+        }
+        match tag {
+            0 => {
+                self.rest = &[];
+                Ok(Reach::Able { library: text.to_owned(), metadata: rest.to_vec() })
+            }
+            1 => {
+                self.rest = rest;
+                Ok(Reach::Unable { why: text.to_owned() })
+            }
+            tag => Err(self.code("reach", tag)),
+        }
     }
 
     fn fault(&mut self, stripe: u32) -> Result<Fault, WireError> {

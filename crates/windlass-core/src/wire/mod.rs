@@ -59,6 +59,14 @@
 //! frame is never mistaken for a new one. Streams with nothing to claim stay open until `Done`: they take over the stripes
 //! of lost streams.
 //!
+//! **One-sided reads** (since 1.1). A receiver that can read the memory of other hosts sends `Reach` with the release of its
+//! library as its first frame after the proof, if its peer has this minor and the ticket is of an image. The sender answers with `Reach`:
+//! either why not, or its own release and the metadata by which its library is reached, and then with `Memory`, which
+//! says where the image's data is. From then on the receiver may claim stripes to be *read*: the sender takes a hold of its
+//! memory as for any claim and answers with `StripeEnd` alone. The receiver reads the bytes, compares them and sends
+//! `Ack`, which says that the reads are done. What ends a hold otherwise is as for stripes that are sent. A receiver
+//! that reads memory which was reused since finds other sums.
+//!
 //! **Silence.** Any byte is a sign of life. A side that has received nothing for [`PING_AFTER_MS`] sends `Ping`, one
 //! at a time; after [`LOST_AFTER_MS`] of silence the stream is lost. `Pong` repeats the number and may come
 //! between any two frames, but not inside one.
@@ -126,7 +134,7 @@
 //! |---|---|---|---|
 //! | 0 | 4 | magic | `WDLS` |
 //! | 4 | 1 | major | 1 |
-//! | 5 | 1 | minor | 0 |
+//! | 5 | 1 | minor | 1 |
 //! | 6 | 1 | kind | below |
 //! | 7 | 1 | flags | none defined: zero |
 //! | 8 | 2 | stream index | below [`MAX_STREAMS`] |
@@ -143,13 +151,15 @@
 //! | `Proof` | 3 | receiver | HMAC 32 | 32 |
 //! | `Accept` | 4 | sender | HMAC 32, window 2, reserved 6 | 40 |
 //! | `Refuse` | 5 | both | error kind 1, own version 2, peer's version 2, reserved 3, text | 8 to 1032 |
-//! | `Claim` | 16 | receiver | attempt 2, extent 1 (0 blocks, 1 bytes), reserved 1, payload 4 (0 for blocks), first block or offset 8, block count or length 8 | 24 |
+//! | `Claim` | 16 | receiver | attempt 2, extent 1 (0 blocks, 1 bytes), carriage 1 (0 sent, 1 read; since 1.1), payload 4 (0 for blocks), first block or offset 8, block count or length 8 | 24 |
 //! | `Data` | 17 | sender | raw bytes | 1 to 64 MiB |
 //! | `StripeEnd` | 18 | sender | check 1 (0 XXH3, 1 block sums), reserved 3, count 4 (0 for XXH3), then 8 or 16 × count | 16 to 8 + 16 × 16384 |
 //! | `Ack` | 19 | receiver | verdict 1 (0 good, 1 bad block, 2 bad stripe), reserved 3, block 4 (0 unless bad block) | 8 |
 //! | `Done` | 20 | both | ticket id 16, digest 16, incarnation 8, version 8, model id | 49 to 176 |
 //! | `Error` | 21 | both | error kind 1, stage 1, is about a stripe 1 (0 or 1), reserved 1, text | 4 to 1028 |
 //! | `Holds` | 22 | sender | per range: first stripe 4, count 4 | 8 to 8 × 1024 |
+//! | `Reach` | 23, since 1.1 | both | answer 1 (0 able, 1 unable), reserved 1, length 2, text of that length: library or reason; then metadata | 4 to 66564 |
+//! | `Memory` | 24, since 1.1 | sender | address 8, bytes 8 | 16 |
 //! | `Ping`, `Pong` | 32, 33 | both | number 8 | 8 |
 //!
 //! Error kinds: 1 invalid, 2 not found, 3 stale, 4 corrupt, 5 timeout, 6 peer lost, 7 exhausted, 8 unsupported,
@@ -173,6 +183,7 @@
 //! | stripes of a ticket | [`MAX_STRIPES`] |
 //! | open claims of a stream | 1 to [`MAX_WINDOW`] |
 //! | texts | [`MAX_MESSAGE`] bytes |
+//! | metadata of `Reach` | [`MAX_METADATA`] bytes |
 //!
 //! A header is refused before its body is read if the length is outside the limits of its kind, so a reader
 //! never needs a buffer larger than the body of the largest kind but `Data`, and never for `Data`.
@@ -224,7 +235,8 @@ pub use error::WireError;
 pub use frame::{FrameKind, HEADER_LEN, Header, MAGIC, ProtocolVersion, StreamId, decode_header};
 pub use handshake::{Challenged, Dial, Greeted, HelloSent, ProofSent, Proved, Receiver, Sender, refuse};
 pub use message::{
-    Check, Claim, Completion, Fault, Frame, Hello, Message, Refusal, Stage, Verdict, decode_frame,
+    Carriage, Check, Claim, Completion, Fault, Frame, Hello, Memory, Message, Reach, Refusal, Stage, Verdict,
+    decode_frame,
 };
 pub use stream::{Next, PullEvent, PullStream, ServeEvent, ServeStream};
 pub use stripe::{Extent, SourceSet, Stripe, StripePlan};
@@ -251,6 +263,8 @@ pub const MAX_BLOCKS_PER_STRIPE: u32 = 16 << 10;
 pub const MAX_STRIPES: u32 = 1 << 20;
 /// The most ranges of one `Holds`.
 pub const MAX_HOLDS: u32 = 1024;
+/// The most bytes of metadata in a `Reach`.
+pub const MAX_METADATA: u32 = 64 << 10;
 /// The most claims that may be open on a stream.
 pub const MAX_WINDOW: u16 = 64;
 /// How many claims may be open on a stream unless configured otherwise.

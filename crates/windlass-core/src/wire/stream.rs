@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::frame::{FrameKind, HEADER_LEN, Header, ProtocolVersion, StreamId};
 use super::handshake::{Proved, Receiver, Sender};
-use super::message::{Check, Claim, Completion, Fault, Message, Verdict};
+use super::message::{Carriage, Check, Claim, Completion, Fault, Memory, Message, Reach, Verdict};
 use super::stripe::{Extent, Stripe, StripePlan};
 use super::ticket::Checks;
 use super::{WireError, message};
@@ -47,6 +47,10 @@ pub enum PullEvent {
     Fault(Fault),
     /// What the source says of stripes; see [`Claims::holds`](super::Claims::holds).
     Holds(Vec<Range<u32>>),
+    /// Whether and how the sender's memory can be read.
+    Reach(Reach),
+    /// Where it is.
+    Memory(Memory),
     /// Answer with [`Message::Pong`] of the same number.
     Ping(u64),
     /// The answer to a ping.
@@ -61,7 +65,10 @@ pub enum ServeEvent {
         stripe: Stripe,
         /// How often it was claimed before.
         attempt: u16,
+        carriage: Carriage,
     },
+    /// The receiver can read memory, and asks whether and how the sender's can be reached.
+    Reach(Reach),
     /// The receiver is done with a stripe: its lease may end.
     Ack { stripe: u32, verdict: Verdict },
     /// The receiver has everything. Answer with [`ServeStream::done`].
@@ -179,6 +186,15 @@ struct Moving {
 }
 
 impl Moving {
+    /// A stripe before its first byte. Of one that the receiver reads, none comes over the stream.
+    const fn new(stripe: Stripe, carriage: Carriage) -> Moving {
+        let at = match carriage {
+            Carriage::Sent => 0,
+            Carriage::Read => stripe.bytes,
+        };
+        Moving { stripe, at }
+    }
+
     fn advance(&mut self, stream: StreamId, offset: u64, len: u32) -> Result<(), WireError> {
         let Moving { stripe: Stripe { id: stripe, bytes, .. }, at } = *self;
         if offset != u64::from(at) || len == 0 || len > bytes - at {
@@ -243,6 +259,15 @@ impl PullStream {
 
     /// The `Claim` frame for a granted stripe.
     pub fn claim(&mut self, stripe: Stripe, attempt: u16) -> Result<Vec<u8>, WireError> {
+        self.claim_by(stripe, attempt, Carriage::Sent)
+    }
+
+    /// The same for a stripe that this side reads from the sender's memory when its `StripeEnd` is here.
+    pub fn claim_to_read(&mut self, stripe: Stripe, attempt: u16) -> Result<Vec<u8>, WireError> {
+        self.claim_by(stripe, attempt, Carriage::Read)
+    }
+
+    fn claim_by(&mut self, stripe: Stripe, attempt: u16, carriage: Carriage) -> Result<Vec<u8>, WireError> {
         self.inbox.open(FrameKind::Claim)?;
         if self.done_sent {
             return Err(WireError::Unexpected { frame: FrameKind::Claim, state: "the sender's Done" });
@@ -251,8 +276,8 @@ impl PullStream {
         if self.room() == 0 {
             return Err(WireError::WindowFull { stream, window: self.window });
         }
-        self.claimed.push_back(Moving { stripe, at: 0 });
-        Message::Claim(Claim { stripe: stripe.id, attempt, extent: stripe.extent }).encode(stream)
+        self.claimed.push_back(Moving::new(stripe, carriage));
+        Message::Claim(Claim { stripe: stripe.id, attempt, extent: stripe.extent, carriage }).encode(stream)
     }
 
     /// Takes a header.
@@ -274,7 +299,13 @@ impl PullStream {
             FrameKind::Done if !self.done_sent => {
                 return Err(unexpected(header, "stripes, as this side is not done"));
             }
-            FrameKind::Done | FrameKind::Error | FrameKind::Holds | FrameKind::Ping | FrameKind::Pong => {}
+            FrameKind::Done
+            | FrameKind::Error
+            | FrameKind::Holds
+            | FrameKind::Reach
+            | FrameKind::Memory
+            | FrameKind::Ping
+            | FrameKind::Pong => {}
             FrameKind::Hello
             | FrameKind::Challenge
             | FrameKind::Proof
@@ -315,6 +346,8 @@ impl PullStream {
             Message::Done(_) => Ok(PullEvent::Done),
             Message::Error(fault) => Ok(PullEvent::Fault(fault)),
             Message::Holds(stripes) => Ok(PullEvent::Holds(stripes)),
+            Message::Reach(reach) => Ok(PullEvent::Reach(reach)),
+            Message::Memory(memory) => Ok(PullEvent::Memory(memory)),
             Message::Ping(number) => Ok(PullEvent::Ping(number)),
             Message::Pong(_) => Ok(PullEvent::Pong),
             Message::Hello(_)
@@ -425,7 +458,7 @@ impl<'p> ServeStream<'p> {
             FrameKind::Done if !self.claimed.is_empty() || !self.unacknowledged.is_empty() => {
                 return Err(unexpected(header, "acknowledgements of what was claimed"));
             }
-            FrameKind::Done | FrameKind::Error | FrameKind::Ping | FrameKind::Pong => {}
+            FrameKind::Done | FrameKind::Error | FrameKind::Reach | FrameKind::Ping | FrameKind::Pong => {}
             FrameKind::Hello
             | FrameKind::Challenge
             | FrameKind::Proof
@@ -433,7 +466,8 @@ impl<'p> ServeStream<'p> {
             | FrameKind::Refuse
             | FrameKind::Data
             | FrameKind::StripeEnd
-            | FrameKind::Holds => return Err(unexpected(header, "frames of a receiver")),
+            | FrameKind::Holds
+            | FrameKind::Memory => return Err(unexpected(header, "frames of a receiver")),
         }
         Ok(self.inbox.expect_body(header))
     }
@@ -449,6 +483,7 @@ impl<'p> ServeStream<'p> {
             }
             Message::Done(_) => Ok(ServeEvent::Done),
             Message::Error(fault) => Ok(ServeEvent::Fault(fault)),
+            Message::Reach(reach) => Ok(ServeEvent::Reach(reach)),
             Message::Ping(number) => Ok(ServeEvent::Ping(number)),
             Message::Pong(_) => Ok(ServeEvent::Pong),
             Message::Hello(_)
@@ -457,13 +492,14 @@ impl<'p> ServeStream<'p> {
             | Message::Accept { .. }
             | Message::Refuse(_)
             | Message::Holds(_)
+            | Message::Memory(_)
             | Message::StripeEnd { .. } => Err(unexpected(&header, "frames of a receiver")),
         }
     }
 
     fn claimed(&mut self, claim: message::Claim) -> Result<ServeEvent, WireError> {
         let stream = self.inbox.stream;
-        let Claim { stripe: id, attempt, extent } = claim;
+        let Claim { stripe: id, attempt, extent, carriage } = claim;
         let ours = self.plan.get(id);
         let Some(stripe) = ours.filter(|s| s.extent == extent) else {
             let ours = ours.map(|s| s.extent);
@@ -472,8 +508,8 @@ impl<'p> ServeStream<'p> {
         if self.source.is_some_and(|source| !self.plan.holders(&stripe).contains(source)) {
             return Err(WireError::NotHeld { stream, stripe: id });
         }
-        self.claimed.push_back(Moving { stripe, at: 0 });
-        Ok(ServeEvent::Claim { stripe, attempt })
+        self.claimed.push_back(Moving::new(stripe, carriage));
+        Ok(ServeEvent::Claim { stripe, attempt, carriage })
     }
 
     /// The stripe to send now, and how many of its bytes have been announced.

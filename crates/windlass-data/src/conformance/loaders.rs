@@ -1,8 +1,9 @@
 //! Cases for loaders, and for what feeds them.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex};
 
+use parking_lot::Mutex;
 use windlass_core::chunk::ChunkConfig;
 use windlass_core::identity::Identity;
 
@@ -57,7 +58,7 @@ pub fn order<L: LinkUnderTest, E: LoaderUnderTest>(link: &L, engine: &E) {
     let (counter, log, mut inner) = (Arc::clone(&inside), Arc::clone(&seen), engine.loader());
     let loader = move |weights: &Weights<'_>| -> Result<(), BoxError> {
         assert_eq!(counter.fetch_add(1, Ordering::SeqCst), 0, "two loads at once");
-        log.lock().unwrap().push(weights.identity().clone());
+        log.lock().push(weights.identity().clone());
         let result = inner.load(weights);
         counter.fetch_sub(1, Ordering::SeqCst);
         result
@@ -69,7 +70,7 @@ pub fn order<L: LinkUnderTest, E: LoaderUnderTest>(link: &L, engine: &E) {
             assert_eq!(feed.engine(), Some(&loaded.known));
         }
     });
-    let seen = seen.lock().unwrap();
+    let seen = seen.lock();
     assert!(seen.len() == 6 && seen.is_sorted_by(|a, b| a < b), "{seen:?}");
 }
 
@@ -107,8 +108,8 @@ pub fn failing<L: LinkUnderTest, E: LoaderUnderTest>(link: &L, engine: &E) {
     let sure: Arc<Mutex<Vec<bool>>> = Arc::default();
     let told = Arc::clone(&sure);
     let loader = move |weights: &Weights<'_>| -> Result<(), BoxError> {
-        told.lock().unwrap().push(weights.changed("flag").is_some());
-        let fault = due.lock().unwrap().take();
+        told.lock().push(weights.changed("flag").is_some());
+        let fault = due.lock().take();
         if fault == Some(false) {
             return Err("refused before anything was written".into());
         }
@@ -122,7 +123,7 @@ pub fn failing<L: LinkUnderTest, E: LoaderUnderTest>(link: &L, engine: &E) {
         let before = feed.engine().cloned();
         world.change(100);
         let next = world.publish();
-        *fault.lock().unwrap() = Some(late);
+        *fault.lock() = Some(late);
         let error = feed.step(&soon()).unwrap_err();
         let RoleError::Load { identity, still, .. } = &error else { panic!("{error}") };
         assert_eq!(**identity, next.identity);
@@ -136,7 +137,7 @@ pub fn failing<L: LinkUnderTest, E: LoaderUnderTest>(link: &L, engine: &E) {
     }
     assert!(feed.engine() != Some(&first));
     // The first load knows nothing; then one that fails knows, and the one after it does not.
-    assert_eq!(*sure.lock().unwrap(), [false, true, false, true, false]);
+    assert_eq!(*sure.lock(), [false, true, false, true, false]);
 }
 
 /// What changed is known, and loading only that gives the same engine.

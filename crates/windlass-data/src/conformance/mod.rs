@@ -30,9 +30,10 @@ pub mod loaders;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use tempfile::TempDir;
 use windlass_core::digest::SumTable;
 use windlass_core::dtype::Dtype;
@@ -42,6 +43,7 @@ use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::RequestMode;
 
 use crate::image::Known;
+use crate::nixl;
 use crate::region::Memfd;
 use crate::roles::{
     Arrived, BoxError, EngineConfig, Patience, PublisherConfig, Tensors, WeightLoader,
@@ -60,6 +62,11 @@ pub trait LinkUnderTest {
         true
     }
 
+    /// What the link needs and this machine does not have. Its cases are then skipped, and say so.
+    fn missing(&self) -> Option<String> {
+        None
+    }
+
     /// Whether the receiver keeps an image, which a restarted one goes on from.
     fn keeps_image(&self) -> bool {
         true
@@ -74,6 +81,26 @@ pub trait LinkUnderTest {
     fn damaging(&self, _home: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
         None
     }
+}
+
+/// Says loudly that a test was skipped. Where `CI` is set, nothing may be.
+///
+/// # Panics
+/// Where `CI` is set.
+pub fn skipped(what: &str) {
+    assert!(std::env::var_os("CI").is_none(), "a test cannot run: {what}");
+    eprintln!("*** SKIPPED: {what}");
+}
+
+/// The NIXL that tests use, with these parameters: that of `WINDLASS_NIXL_LIBRARY`, or of `make .venv-nixl/ready`.
+pub fn nixl(params: &[(&str, &str)]) -> Result<nixl::Config, String> {
+    let ours = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv-nixl/lib");
+    let packages = std::fs::read_dir(&ours).into_iter().flatten().flatten();
+    let named = std::env::var_os("WINDLASS_NIXL_LIBRARY").map(PathBuf::from);
+    let library = named.or_else(|| packages.map(|e| e.path().join("site-packages")).find(|p| p.exists()));
+    let library = library.ok_or("there is no NIXL: run `make .venv-nixl/ready`")?;
+    let params = params.iter().map(|(k, v)| ((*k).to_owned(), (*v).to_owned())).collect();
+    Ok(nixl::Config { library: Some(library), params })
 }
 
 /// A loader, as the suite sees it.
@@ -92,9 +119,9 @@ pub struct MemoryEngine(Arc<Mutex<BTreeMap<String, Vec<u8>>>>);
 impl LoaderUnderTest for MemoryEngine {
     fn loader(&self) -> Box<dyn WeightLoader> {
         let held = Arc::clone(&self.0);
-        held.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        held.lock().clear();
         Box::new(move |weights: &Weights<'_>| -> Result<(), BoxError> {
-            let mut held = held.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut held = held.lock();
             for tensor in weights.to_load() {
                 held.insert(tensor.name.to_owned(), tensor.bytes.to_vec());
             }
@@ -107,7 +134,7 @@ impl LoaderUnderTest for MemoryEngine {
     }
 
     fn holds(&self, name: &str) -> Option<Vec<u8>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).get(name).cloned()
+        self.0.lock().get(name).cloned()
     }
 }
 

@@ -34,9 +34,10 @@
 mod kept;
 mod records;
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use windlass_core::Dtype;
 use windlass_core::choose::baseline::Placed;
 use windlass_core::delta::Tile;

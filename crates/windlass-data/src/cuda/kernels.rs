@@ -8,10 +8,10 @@
 #![allow(unsafe_code)]
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUresult;
+use parking_lot::Mutex;
 
 /// Types that are nothing but their bytes, without padding, on the host as on the device.
 ///
@@ -234,7 +234,7 @@ unsafe impl Sync for Kernels {}
 impl Kernels {
     /// Gives the programs back, before their context goes.
     pub(super) fn unload(&mut self, context: sys::CUcontext) {
-        let modules = self.modules.get_mut().unwrap_or_else(PoisonError::into_inner);
+        let modules = self.modules.get_mut();
         // SAFETY: a context that is still retained; modules of it, which no caller can launch any more.
         unsafe {
             if modules.is_empty() || sys::cuCtxPushCurrent_v2(context) != CUresult::CUDA_SUCCESS {

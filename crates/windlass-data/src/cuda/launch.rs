@@ -6,7 +6,6 @@
 #![allow(unsafe_code)]
 
 use std::ffi::{CString, c_uint, c_void};
-use std::sync::PoisonError;
 
 use cudarc::driver::sys;
 use cudarc::driver::sys::CUfunction_attribute;
@@ -87,7 +86,7 @@ impl Kernels {
     }
 
     fn ready(&self, gpu: &Gpu, kernel: Kernel) -> Result<Ready, CudaError> {
-        let mut ready = self.ready.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ready = self.ready.lock();
         if let Some(found) = ready.get(&kernel) {
             return Ok(*found);
         }
@@ -99,7 +98,7 @@ impl Kernels {
     }
 
     fn module(&self, kernel: Kernel) -> Result<sys::CUmodule, CudaError> {
-        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut modules = self.modules.lock();
         let program = kernel.program();
         if let Some(module) = modules.get(&program) {
             return Ok(*module);

@@ -33,9 +33,10 @@ mod tables;
 
 use std::any::Any;
 use std::borrow::Borrow;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use parking_lot::Mutex;
 use windlass_core::delta::Delta;
 use windlass_core::digest::BlockSum;
 
@@ -68,7 +69,7 @@ impl Spare {
     /// A buffer of at least so many bytes.
     fn take(&self, gpu: &Gpu, bytes: u64, what: &'static str) -> Result<DeviceBuffer, CudaError> {
         {
-            let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut free = self.0.lock();
             // The smallest that does, if that is not far too large.
             free.sort_by_key(DeviceBuffer::bytes);
             let fits = |b: &DeviceBuffer| b.bytes() >= bytes && b.bytes() <= bytes.saturating_mul(4) + LITTLE;
@@ -79,14 +80,14 @@ impl Spare {
         let more = bytes + bytes / 4;
         DeviceBuffer::new(gpu, more, what, SMALL).or_else(|_| {
             // What is kept for later may be what is missing now.
-            self.0.lock().unwrap_or_else(PoisonError::into_inner).clear();
+            self.0.lock().clear();
             DeviceBuffer::new(gpu, bytes, what, SMALL)
         })
     }
 
     /// Keeps a buffer; the oldest beyond a few go.
     fn put(&self, buffer: DeviceBuffer) {
-        let mut free = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.0.lock();
         free.push(buffer);
         if free.len() > KEPT {
             free.remove(0);
@@ -590,7 +591,7 @@ impl DevicePlan {
     /// Lets the device read the memory that was noted by itself. Where the system does not let it, deltas go on being copied.
     /// The plan is not locked meanwhile: a delta may be applied.
     pub fn pin_noted(plan: &Mutex<DevicePlan>) {
-        let lock = || plan.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = || plan.lock();
         let (gpu, noted) = {
             let mut plan = lock();
             (plan.gpu.clone(), std::mem::take(&mut plan.noted))

@@ -8,6 +8,7 @@ use std::io::{self, Write};
 
 use windlass_core::delta::{Composer, DeltaError, DeltaHeader, Encoded, PartBuilder, Record, Tile};
 use windlass_core::manifest::{BLOCK_UNITS, Manifest};
+use windlass_core::ranges::BlockRanges;
 
 use super::Segment;
 use super::reader::{Fault, Records};
@@ -35,10 +36,12 @@ impl From<Stopped> for JoinFault {
     }
 }
 
-/// Writes the delta that does what `inputs` do one after another; answers its length and its changes.
+/// Writes the delta that does what `inputs` do one after another, of all blocks or `only` of these; answers its length and
+/// its changes.
 pub(super) fn join(
     manifest: &Manifest,
-    inputs: &[std::sync::Arc<Segment>],
+    inputs: &[&Segment],
+    only: Option<&BlockRanges>,
     header: &DeltaHeader,
     draft: &Draft,
     stop: &Stop,
@@ -47,6 +50,7 @@ pub(super) fn join(
     for (i, s) in inputs.iter().enumerate() {
         sources.push(Records::open(&s.file, s.bytes).map_err(|e| JoinFault::Input(i, e))?);
     }
+    let wanted = |block| only.is_none_or(|only| only.contains(block));
     let (mut composer, mut parts) = (Composer::new(), PartBuilder::new());
     let (mut out, mut payload, mut written) = (header.to_bytes(), Vec::new(), 0);
     let mut flush = |out: &mut Vec<u8>, at_least: usize| {
@@ -59,6 +63,10 @@ pub(super) fn join(
     };
     while let Some(block) = sources.iter().filter_map(Records::block).min() {
         stop.check()?;
+        if !wanted(block) {
+            advance(&mut sources, block)?;
+            continue;
+        }
         let which = |e: DeltaError| JoinFault::Input(0, e.into());
         let tile = Tile::of(manifest, block).map_err(|e| which(e.into()))?;
         payload.clear();
@@ -79,13 +87,17 @@ pub(super) fn join(
             Ok(None) => {}
         }
         flush(&mut out, WRITE)?;
-        for (i, s) in sources.iter_mut().enumerate().filter(|(_, s)| s.block() == Some(block)) {
-            s.advance().map_err(|e| JoinFault::Input(i, e))?;
-        }
+        advance(&mut sources, block)?;
     }
     let changes = parts.changes();
     parts.finish(&mut out);
     Ok((flush(&mut out, 0)?, changes))
+}
+
+/// Leaves a block behind.
+fn advance(sources: &mut [Records<'_>], block: u32) -> Result<(), JoinFault> {
+    let mut at = sources.iter_mut().enumerate().filter(|(_, s)| s.block() == Some(block));
+    at.try_for_each(|(i, s)| s.advance().map_err(|e| JoinFault::Input(i, e)))
 }
 
 fn here<'s>(sources: &'s [Records<'_>], block: u32) -> Vec<(usize, Record<'s>)> {

@@ -70,11 +70,13 @@ use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use windlass_core::delta::{DeltaError, DeltaHeader};
-use windlass_core::identity::{Incarnation, ModelId, Version};
+use windlass_core::identity::{Incarnation, ModelId, StateDigest, Version};
 use windlass_core::manifest::Manifest;
+use windlass_core::ranges::BlockRanges;
 
 use self::chain::{Held, Key, State, follows, open_file, open_segment, remove};
 use self::join::JoinFault;
@@ -278,7 +280,7 @@ impl History {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Checks a file of this history from the outside: name, header and end.
@@ -350,7 +352,8 @@ impl History {
         let path = self.path(key.0, key.1);
         let write = |action| io_error(action, &path);
         let draft = Draft::create(&path).map_err(write("create"))?;
-        let joined = join::join(&self.manifest, &inputs, &header, &draft, stop);
+        let inputs: Vec<&Segment> = inputs.iter().map(|s| &**s).collect();
+        let joined = join::join(&self.manifest, &inputs, None, &header, &draft, stop);
         let (bytes, changes) = joined.map_err(|fault| self.judge(key, &inputs, &path, fault))?;
         draft.place().map_err(write("place"))?;
         let file = DeltaFile { path, header, bytes, changes, context_records: 0 };
@@ -359,14 +362,31 @@ impl History {
         Ok(segment)
     }
 
-    /// Says what a failure to join means, and throws a broken input away.
-    fn judge(
+    /// What `segment` has of these blocks, as a delta between the states of these blocks alone, whose digests are given.
+    /// It is in no list and its file has no name: it goes with the last who holds it. Made by one thread at a time.
+    pub fn only(
         &self,
-        (base, target): Key,
-        inputs: &[Arc<Segment>],
-        out: &Path,
-        fault: JoinFault,
-    ) -> HistoryError {
+        segment: &Segment,
+        blocks: &BlockRanges,
+        (base_digest, target_digest): (StateDigest, StateDigest),
+        stop: &Stop,
+    ) -> Result<Arc<Segment>, HistoryError> {
+        let header = DeltaHeader { base_digest, target_digest, ..segment.header.clone() };
+        let key = (header.base.1, header.target.1);
+        let path = self.dir.join("slice.wdelta");
+        let write = |action| io_error(action, &path);
+        let draft = Draft::create(&path).map_err(write("create"))?;
+        let joined = join::join(&self.manifest, &[segment], Some(blocks), &header, &draft, stop);
+        let (bytes, changes) = joined.map_err(|fault| self.judge(key, &[segment], &path, fault))?;
+        draft.place().map_err(write("place"))?;
+        let file = DeltaFile { path: path.clone(), header, bytes, changes, context_records: 0 };
+        let made = open_segment(&file);
+        draft::remove_if_there(&path).map_err(write("remove"))?;
+        made
+    }
+
+    /// Says what a failure to join means, and throws a broken input away.
+    fn judge(&self, (base, target): Key, inputs: &[&Segment], out: &Path, fault: JoinFault) -> HistoryError {
         match fault {
             JoinFault::Stopped(source) => HistoryError::Stopped { base, target, source },
             JoinFault::Write(source) => HistoryError::Io { action: "write", path: out.to_owned(), source },
@@ -416,7 +436,7 @@ impl Drop for Task<'_> {
 
 impl Job {
     fn lock(&self) -> MutexGuard<'_, Outcome> {
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
+        self.outcome.lock()
     }
 
     /// Waits until it is over; `None` if it failed.
@@ -428,8 +448,7 @@ impl Job {
                 Outcome::Failed => return Ok(None),
                 Outcome::Pending => stop.check()?,
             }
-            let waited = self.over.wait_timeout(outcome, stop.nap());
-            outcome = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.over.wait_for(&mut outcome, stop.nap());
         }
     }
 }

@@ -1,7 +1,8 @@
 //! All of an image into the targets.
 
 use std::ops::Range;
-use std::sync::{Mutex, PoisonError};
+
+use parking_lot::Mutex;
 
 use super::check::{Cut, Group};
 use super::{LoadError, LoadPlan, Loaded};
@@ -43,7 +44,7 @@ impl LoadPlan {
         }
         let jobs = self.jobs(targets, &chosen);
         let each = |(): &mut (), job: u64| {
-            let mut windows = jobs[job as usize].lock().unwrap_or_else(PoisonError::into_inner);
+            let mut windows = jobs[job as usize].lock();
             windows.iter_mut().for_each(|w| self.fill(w, image, &chosen));
             Ok::<(), LoadError>(())
         };

@@ -1,7 +1,6 @@
 //! What changed since the version that the targets hold.
 
-use std::sync::{Mutex, PoisonError};
-
+use parking_lot::Mutex;
 use windlass_core::delta::{Changed, Delta, DeltaError, Positions, Tile, positions};
 
 use super::piece::{Piece, put};
@@ -46,7 +45,7 @@ impl LoadPlan {
         let state = || (Positions::new(), Loaded::default());
         let done = work::each(threads.max(1), jobs.len() as u64, stop, state, |(positions, loaded), job| {
             let (pieces, memory) = &jobs[job as usize];
-            let mut memory = memory.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut memory = memory.lock();
             for p in *pieces {
                 stop.check()?;
                 let by_positions = match how[p.tensor as usize] {

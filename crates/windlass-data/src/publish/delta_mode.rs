@@ -2,11 +2,12 @@
 
 use std::io::{self, Read};
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use rustix::fs::{FallocateFlags, fallocate};
 use windlass_core::delta::DeltaHeader;
 use windlass_core::delta_mode::Roster;
@@ -140,14 +141,13 @@ struct Hurry {
 
 impl Hurry {
     fn now(&self) {
-        *self.is_wanted.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *self.is_wanted.lock() = true;
         self.changed.notify_all();
     }
 
     /// Returns after `time`, or at once when a caller waits.
     fn rest(&self, time: Duration) {
-        let wanted = self.is_wanted.lock().unwrap_or_else(PoisonError::into_inner);
-        drop(self.changed.wait_timeout_while(wanted, time, |wanted| !*wanted));
+        self.changed.wait_while_for(&mut self.is_wanted.lock(), |wanted| !*wanted, time);
     }
 }
 
@@ -279,7 +279,7 @@ impl DeltaMode {
     /// Notes a copy that was committed. Returns the work that is left if its hashes are not known.
     pub(super) fn committed(&mut self, committed: Committed, sums: Option<SumTable>) -> Option<CopyRun> {
         self.copied = Some(committed.version);
-        if self.spare.lock().unwrap_or_else(PoisonError::into_inner).is_none() {
+        if self.spare.lock().is_none() {
             let bytes = self.region.manifest().bytes_of(&self.roster.blocks) / container::LIKELY;
             make_spare(&self.spare, &self.folder, self.rank, bytes);
         }
@@ -423,7 +423,7 @@ impl Job {
     /// Waits until the work is over, which no longer rests.
     pub(super) fn wait(&self, stop: &Stop) -> Result<(), PublishError> {
         self.hurry.now();
-        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        let over = self.over.lock();
         while over.recv_timeout(stop.nap()) == Err(RecvTimeoutError::Timeout) {
             stop.check()?;
         }
@@ -524,7 +524,7 @@ fn make_spare(kept: &Mutex<Option<Spare>>, folder: &Folder, rank: u16, bytes: u6
         return;
     }
     match Spare::new(folder, rank, bytes) {
-        Ok(spare) => *kept.lock().unwrap_or_else(PoisonError::into_inner) = Some(spare),
+        Ok(spare) => *kept.lock() = Some(spare),
         Err(error) => tracing::debug!(%error, "no file is kept ready for the next delta"),
     }
 }
@@ -647,7 +647,7 @@ impl DeltaRun {
         let record = |i: usize| records.record(&entries[i]);
         let mut write = || {
             step("part");
-            let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let spare = self.spare.lock().take();
             let (draft, memory) = match spare {
                 Some(Spare { draft, memory }) => (draft.again(&path)?, Some(memory)),
                 None => (Draft::create(&path)?, None),

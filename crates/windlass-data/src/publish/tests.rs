@@ -198,6 +198,7 @@ impl World {
 
 fn receiver(home: &std::path::Path, server: &Arc<Server>) -> Receiver {
     let config = ReceiverConfig {
+        slice: None,
         image: ImageSpec {
             dir: home.join("image"),
             model_id: server.region().model_id().clone(),
@@ -211,6 +212,7 @@ fn receiver(home: &std::path::Path, server: &Arc<Server>) -> Receiver {
         transfer_timeout: PATIENCE,
         open_timeout: PATIENCE,
         pull: crate::tcp::PullConfig::default(),
+        nixl: None,
         allow: None,
         keep: None,
         share: None,

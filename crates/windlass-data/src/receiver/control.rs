@@ -1,18 +1,19 @@
 //! How a receiver talks to a publisher.
 
+use std::collections::BTreeMap;
 use std::net::IpAddr;
 
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
-use windlass_core::identity::{Identity, Incarnation, Version};
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
     Age, Registered, Registration, Relays, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
-
-use windlass_core::wire::TicketId;
+use windlass_core::wire::{BlockVersions, Ticket, TicketId};
 
 use crate::stop::Stop;
+use crate::tcp::{Landing, TcpError, Watch};
 use crate::tls::Privacy;
 
 /// A control connection that failed.
@@ -50,6 +51,10 @@ pub trait Control: Send + Sync {
     fn privacy(&self) -> Privacy {
         Privacy::default()
     }
+    /// What brings the bytes of tickets, where the publisher does not send them over TCP itself.
+    fn carrier(&self) -> Option<&dyn Carrier> {
+        None
+    }
     /// The address of this host on the way there. None if there is no way, as within one process.
     fn local_address(&self) -> Option<IpAddr> {
         None
@@ -78,4 +83,25 @@ pub trait Control: Send + Sync {
     }
     /// Says that a transfer is complete.
     fn done(&self, done: &TransferDone, stop: &Stop) -> Result<(), ControlError>;
+}
+
+/// Gives each table of [`Carrier::tables`] to the receiver.
+pub type EachTable<'a> = &'a mut dyn FnMut(&BlockVersions, &[BlockSum]);
+
+/// Brings what tickets are for without a sender: from a store.
+///
+/// The image that a carrier brings may be of older versions than the one that it announces. Deltas lead on from them.
+pub trait Carrier: Sync {
+    /// Brings what a ticket is for to its place, checked.
+    fn carry(
+        &self,
+        ticket: &Ticket,
+        landing: &dyn Landing,
+        watch: &Watch,
+        stop: &Stop,
+    ) -> Result<(), TcpError>;
+    /// The block hashes of the image that it would bring, and then of each version that its deltas lead to.
+    fn tables(&self, each: EachTable<'_>, stop: &Stop) -> Result<(), ControlError>;
+    /// The digests of the versions that its deltas start from or lead to.
+    fn digests(&self) -> BTreeMap<Version, StateDigest>;
 }

@@ -3,6 +3,7 @@
 use windlass_core::delta::DeltaError;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation};
+use windlass_core::slice::SliceError;
 use windlass_core::wire::TicketError;
 
 use super::{ControlError, Stage};
@@ -19,6 +20,8 @@ pub enum ReceiverError {
     Image(#[from] ImageError),
     #[error(transparent)]
     Tcp(#[from] TcpError),
+    #[error("the slice that is to be kept does not fit the model")]
+    Slice(#[from] SliceError),
     #[error("the ticket of {peer} cannot be used")]
     Ticket { peer: String, source: TicketError },
     #[error("the ticket of {peer} is about {what}, which was not asked for: check what listens there")]
@@ -74,6 +77,7 @@ impl ReceiverError {
             ReceiverError::Control(e) => e.kind(),
             ReceiverError::Image(e) => e.kind(),
             ReceiverError::Tcp(e) => e.kind(),
+            ReceiverError::Slice(e) => e.kind(),
             ReceiverError::Ticket { source, .. } => source.kind(),
             ReceiverError::OtherTicket { .. } | ReceiverError::OtherLayout { .. } => Kind::Corrupt,
             ReceiverError::NewLife { .. }

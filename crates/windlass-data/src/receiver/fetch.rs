@@ -20,6 +20,7 @@ use super::shelf::{Buffer, Shelf, check_part};
 use super::status::{Event, Listener, Stage, StatusHandle};
 use super::{Control, ReceiverError, Synced, millis};
 use crate::image::Known;
+use crate::nixl::Reader;
 use crate::shm::Mapping;
 use crate::stop::Stop;
 use crate::tcp::{self, Board, Landing, PayloadLanding, PullConfig, Relays, TcpError, Watch};
@@ -189,6 +190,9 @@ pub(super) struct Puller {
     pub(super) instance: String,
     pub(super) shelf: Arc<Shelf>,
     pub(super) relaying: Option<Arc<Relaying>>,
+    pub(super) nixl: Option<Arc<Reader>>,
+    /// Whether the image is a slice. Registering it would fill its holes.
+    pub(super) sliced: bool,
 }
 
 impl Puller {
@@ -227,17 +231,27 @@ impl Puller {
         let privacy = &self.control.privacy();
         let scout = Scout { control: &*self.control, ticket: ticket.id };
         let relays = board.map(|_| &scout as &dyn Relays);
-        let config = PullConfig { allow: &allow, privacy, board, relays, ..self.pull };
-        let pulled = tcp::pull(ticket, landing, &config, stop, &watch);
+        let nixl = self.nixl.as_deref();
+        if nixl.is_some() && self.sliced && matches!(ticket.mode, Mode::Full) {
+            synced.unread = Some("the image is a slice, whose holes NIXL would fill".to_owned());
+        }
+        let nixl = nixl.filter(|_| !self.sliced);
+        let config = PullConfig { allow: &allow, privacy, board, relays, nixl, ..self.pull };
+        let pulled = match self.control.carrier() {
+            Some(carrier) => carrier.carry(ticket, landing, &watch, stop),
+            None => tcp::pull(ticket, landing, &config, stop, &watch).map(drop),
+        };
         synced.wire_ms += millis(start);
         let (seen, brought) = (watch.see(), watch.brought());
         synced.wire_bytes += seen.bytes;
+        synced.read_bytes += seen.bytes_read;
+        synced.unread = synced.unread.take().or_else(|| watch.unread());
         synced.relays_lost += seen.relays_lost;
         synced.relayed_bytes += brought.iter().filter(|b| b.by.is_some()).map(|b| b.bytes).sum::<u64>();
         if board.is_some() {
             synced.brought.clone_from(&brought);
         }
-        pulled.map(|_| if board.is_some() { brought } else { Vec::new() })
+        pulled.map(|()| if board.is_some() { brought } else { Vec::new() })
     }
 
     /// Fetches a delta into memory of its own.

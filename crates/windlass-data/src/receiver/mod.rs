@@ -16,6 +16,8 @@
 //!    - blocks of no version, but with sums, are compared with the publisher's table and adopted where they agree;
 //!    - blocks of no version are fetched as they are now. If the publisher laps the pull, what landed stays
 //!      (**fuzzy pull**), so every round ends with more blocks than the one before.
+//!    - where a store keeps older image bytes than the version that it announces, a delta leads on from them
+//!      ([`Carrier`]).
 //! 4. The digest of all sums must be that of the version; then engines may see it.
 //! 5. If it was asked to, the receiver keeps the delta that it applied (`kept`), for workers that load only what
 //!    changed.
@@ -61,12 +63,13 @@ use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
+use windlass_core::slice::Selection;
 use windlass_core::wire::control::{
     Brought, Have, Refused, Registration, RequestMode, TransferAnswer, TransferRequest, VersionInfo,
 };
 use windlass_core::wire::{Mode, Ticket};
 
-pub use self::control::{Control, ControlError};
+pub use self::control::{Carrier, Control, ControlError, EachTable};
 pub use self::error::ReceiverError;
 use self::fetch::Puller;
 pub use self::fetch::{Fetch, Fetched, Start};
@@ -78,6 +81,7 @@ pub use self::shelf::{Handed, HandedError, MappedFiles, Share};
 pub use self::status::{Event, Listener, Stage, StatusHandle, TransferStatus};
 use crate::history::Limits;
 use crate::image::{Image, ImageError, ImageSpec, Known};
+use crate::nixl::Reader;
 pub use crate::region::INCOMING;
 use crate::region::RegionError;
 use crate::stop::{Stop, Stopped};
@@ -88,6 +92,8 @@ use crate::work;
 #[derive(Clone)]
 pub struct ReceiverConfig {
     pub image: ImageSpec,
+    /// The part of the model that is kept; all of it if not given.
+    pub slice: Option<Arc<Selection>>,
     /// Name shown for this receiver.
     pub name: String,
     /// How it wants to be served.
@@ -108,6 +114,8 @@ pub struct ReceiverConfig {
     /// Where deltas land that other processes of this host may read before the image has them; without it, they land in
     /// memory of this process alone.
     pub share: Option<Share>,
+    /// Reads images from publishers' memory, where they let it; without it, everything comes over TCP.
+    pub nixl: Option<Arc<Reader>>,
     /// Passes on to other receivers what this one gets; without it, nothing is.
     pub relaying: Option<Arc<Relaying>>,
 }
@@ -126,6 +134,11 @@ pub struct Synced {
     /// Who brought how much, where other receivers took part.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub brought: Vec<Brought>,
+    /// Those of them that were read from the publisher's memory.
+    pub read_bytes: u64,
+    /// Why nothing, or not everything, was read from there, where that was wanted.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub unread: Option<String>,
     /// Relays that could not be reached, failed or lied.
     pub relays_lost: u32,
     pub transfers: u32,
@@ -147,6 +160,8 @@ impl Synced {
         self.wire_bytes += part.wire_bytes;
         self.relayed_bytes += part.relayed_bytes;
         self.brought.extend(part.brought.iter().cloned());
+        self.read_bytes += part.read_bytes;
+        self.unread = self.unread.take().or_else(|| part.unread.clone());
         self.relays_lost += part.relays_lost;
         self.transfers += part.transfers;
         self.laps += part.laps;
@@ -172,6 +187,8 @@ pub struct Receiver {
     image: Option<Image>,
     /// The image's, also while a refresh has the image.
     layout: Option<Arc<Manifest>>,
+    /// The blocks that are kept of that layout, if these are not all.
+    keeps: Option<BlockRanges>,
     instance: Option<String>,
     /// Whether the publisher lets receivers pass on what they get.
     relays: bool,
@@ -213,6 +230,7 @@ impl Receiver {
             control,
             image: None,
             layout: None,
+            keeps: None,
             instance: None,
             relays: false,
             incarnation: None,
@@ -226,7 +244,13 @@ impl Receiver {
             shelf,
         };
         match Image::open(receiver.config.image.clone(), stop) {
-            Ok(image) => receiver.adopt_image(image),
+            Ok(image) if receiver.is_selected(&image) => {
+                receiver.adopt_image(image);
+            }
+            Ok(image) => {
+                let dir = image.region().dir().display();
+                tracing::warn!(%dir, "the image that was left is of another slice; it will be fetched anew");
+            }
             Err(ImageError::Region(RegionError::Absent { .. })) => {}
             Err(e) if e.is_ruined() => {
                 // The publisher has the truth; what is here was only a copy, and is replaced by the first sync.
@@ -246,8 +270,25 @@ impl Receiver {
         self.status.set(|s| s.image.clone_from(&known));
         self.staged = None;
         self.layout = Some(Arc::clone(image.manifest()));
+        self.keeps = image.slice().cloned();
         self.image = Some(image);
         self.tell(&Event::Opened { image: known });
+    }
+
+    /// The blocks of a layout that are to be kept, if these are not all.
+    fn selected(&self, manifest: &Manifest) -> Result<Option<BlockRanges>, ReceiverError> {
+        let blocks = self.config.slice.as_ref().map(|slice| slice.blocks(manifest)).transpose()?;
+        Ok(blocks.filter(|blocks| *blocks != BlockRanges::from(0..manifest.cuts().blocks())))
+    }
+
+    fn is_selected(&self, image: &Image) -> bool {
+        self.selected(image.manifest()).is_ok_and(|slice| slice.as_ref() == image.slice())
+    }
+
+    /// The blocks that are kept.
+    fn kept_blocks(&self) -> BlockRanges {
+        let all = || BlockRanges::from(0..self.layout.as_ref().map_or(0, |m| m.cuts().blocks()));
+        self.keeps.clone().unwrap_or_else(all)
     }
 
     fn follow(&mut self, incarnation: Incarnation) {
@@ -465,13 +506,14 @@ impl Receiver {
                     announced: info.layout_hash.to_string(),
                 });
             }
+            let slice = self.selected(&manifest)?;
             let stop = &stop.with_timeout(self.config.open_timeout);
             self.withdraw("the layout is another one");
             if let Some(image) = &mut self.image {
                 image.set_aside(stop)?;
             }
             self.image = None;
-            self.adopt_image(Image::create(self.config.image.clone(), manifest, stop)?);
+            self.adopt_image(Image::create(self.config.image.clone(), manifest, slice, stop)?);
         }
         if self.incarnation != Some(info.incarnation) {
             if self.incarnation.is_some() {
@@ -582,10 +624,12 @@ impl Receiver {
             listener: self.listener.clone(),
             allow: self.config.allow.clone(),
             pull: self.config.pull,
-            image_bytes: self.layout.as_ref().map_or(0, |m| m.data_bytes()),
+            image_bytes: self.layout.as_ref().map_or(0, |m| m.bytes_of(&self.kept_blocks())),
             instance: self.instance.clone().unwrap_or_default(),
             shelf: Arc::clone(&self.shelf),
             relaying: self.config.relaying.clone(),
+            nixl: self.config.nixl.clone(),
+            sliced: self.keeps.is_some(),
         }
     }
 
@@ -615,8 +659,7 @@ impl Receiver {
             digest,
         });
         // Only a receiver of everything can pass everything on.
-        let all = self.layout.as_ref().map(|m| BlockRanges::from(0..m.cuts().blocks()));
-        let wanted = wanted.filter(|w| Some(w) != all.as_ref());
+        let wanted = wanted.filter(|w| *w != self.kept_blocks());
         let (mut unknown, mut stale) = (0, 0);
         let answer = loop {
             let instance_id = self.instance(stop)?;
@@ -629,6 +672,7 @@ impl Receiver {
                 version: to,
                 layout_hash: self.layout.as_ref().map(|m| m.layout_hash()),
                 wanted: wanted.clone(),
+                keeps: self.keeps.clone(),
                 streams: self.config.streams,
                 timeout_ms: Some(self.config.transfer_timeout.as_millis() as u64),
                 relay: offer.clone(),
@@ -724,11 +768,15 @@ impl Receiver {
             (Mode::Full, RequestMode::Delta) => other("a full image".into()),
             (Mode::Delta { .. }, RequestMode::Full) => other("a delta".into()),
             (Mode::Full, RequestMode::Full | RequestMode::Auto) => {
-                let all = BlockRanges::from(0..self.layout.as_ref().map_or(0, |m| m.cuts().blocks()));
-                if ticket.wanted != *wanted.unwrap_or(&all) {
+                if wanted.map_or_else(|| ticket.wanted != self.kept_blocks(), |w| ticket.wanted != *w) {
                     return other(format!("{} other blocks", ticket.wanted.len()));
                 }
                 Ok(())
+            }
+            (Mode::Delta { .. }, RequestMode::Delta | RequestMode::Auto)
+                if ticket.wanted != self.kept_blocks() =>
+            {
+                other(format!("a delta of {} other blocks", ticket.wanted.len()))
             }
             (Mode::Delta { base, .. }, RequestMode::Delta | RequestMode::Auto) => {
                 let version = base.identity.version;

@@ -12,11 +12,11 @@ use std::time::Instant;
 use windlass_core::delta::{Applier, Delta, Outcome, Tile};
 use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::error::Kind;
-use windlass_core::identity::{Identity, Incarnation, Version};
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{RequestMode, VersionInfo};
-use windlass_core::wire::{self, Fault, Mode, Ticket};
+use windlass_core::wire::{self, BlockVersions, Fault, Mode, Ticket};
 
 use super::error::ReceiverError;
 use super::fetch::Fetched;
@@ -70,7 +70,11 @@ impl Receiver {
         synced.ask_ms += millis(asked);
         let there = |k: &Known| match to {
             Some((_, version)) => k.identity.version >= version,
-            None => Some(&k.identity) == info.identity().as_ref() && Some(k.digest) == info.digest,
+            // What is announced is the digest of the whole.
+            None => {
+                let same = self.keeps.is_some() || Some(k.digest) == info.digest;
+                same && Some(&k.identity) == info.identity().as_ref()
+            }
         };
         let has = if hide { self.held() } else { self.current() };
         if has.is_some_and(there) {
@@ -192,6 +196,7 @@ impl<'a> Run<'a> {
                 (Some(old), Some(new)) if old < new => self.lift(old, new)?,
                 _ if !unknown.is_empty() => self.fill(unknown)?,
                 (_, Some(new)) if self.progress.to.is_some_and(|to| to < new) => self.go_back(new)?,
+                (_, Some(new)) if self.goal().is_some_and(|goal| new < goal) => self.go_on(new)?,
                 (_, newest) => {
                     // An image without blocks is of any version.
                     let version = newest.or(self.info.version).unwrap_or_default();
@@ -219,7 +224,7 @@ impl<'a> Run<'a> {
 
     fn known(&self, version: Version) -> Result<Known, ReceiverError> {
         let (receiver, info) = (&self.receiver, self.info);
-        let announced = info.digest.filter(|_| info.version == Some(version));
+        let announced = info.digest.filter(|_| info.version == Some(version) && receiver.keeps.is_none());
         let digest = receiver.digests.get(&version).copied().or(announced);
         let digest = digest.ok_or_else(|| ReceiverError::NothingYet { peer: receiver.control.peer() })?;
         let identity = Identity { model_id: info.model_id.clone(), incarnation: info.incarnation, version };
@@ -246,6 +251,23 @@ impl<'a> Run<'a> {
         if let Some(reason) = self.apply_delta(new, to)? {
             tracing::warn!(new, to, reason, "nothing leads back to the version; the newest is taken");
             self.progress.to = None;
+        }
+        Ok(())
+    }
+
+    /// The version that deltas lead on to where the image bytes that come are older than what was announced.
+    fn goal(&self) -> Option<Version> {
+        let carried = self.receiver.control.carrier().is_some() && self.progress.turns < TURNS;
+        self.progress.to.or(self.info.version).filter(|_| carried)
+    }
+
+    /// Brings the image from `new`, which all of it is, on to the version that was announced, or makes do with `new`.
+    fn go_on(&mut self, new: Version) -> Result<(), ReceiverError> {
+        let Some(goal) = self.goal() else { return Ok(()) };
+        self.progress.turns += 1;
+        if let Some(reason) = self.apply_delta(new, goal)? {
+            tracing::warn!(new, goal, reason, "nothing leads on to the version; an older one is taken");
+            self.progress.turns = TURNS;
         }
         Ok(())
     }
@@ -288,10 +310,25 @@ impl<'a> Run<'a> {
 
     /// Fetches blocks of no version, or finds out by their hashes that it need not.
     fn fill(&mut self, unknown: BlockRanges) -> Result<(), ReceiverError> {
+        let control = Arc::clone(&self.receiver.control);
+        if let Some(carrier) = control.carrier() {
+            self.receiver.digests.extend(carrier.digests());
+            if !std::mem::replace(&mut self.progress.tried_sums, true) && self.refresh.has_sums(&unknown) {
+                let mut adopted = 0;
+                let mut adopt = |versions: &BlockVersions, sums: &[BlockSum]| {
+                    adopted += self.refresh.adopt_each(|block| versions.version_of(block), sums);
+                };
+                carrier.tables(&mut adopt, self.stop)?;
+                if adopted > 0 {
+                    return Ok(());
+                }
+            }
+        }
         if !self.progress.tried_sums && self.refresh.has_sums(&unknown) {
             self.progress.tried_sums = true;
             if let (Some(identity), Some(digest)) = (self.info.identity(), self.info.digest)
                 && let Ok(sums) = self.receiver.control.sums(&identity, self.stop)
+                && let Some(digest) = self.digest_of_slice(&sums, digest)
             {
                 let adopted = self.refresh.adopt(identity.version, &sums);
                 self.receiver.digests.insert(identity.version, digest);
@@ -315,7 +352,7 @@ impl<'a> Run<'a> {
         let board = board.as_deref();
         let pull =
             |landing: &ImageLanding<'_>| puller.pull(&ticket, landing, bytes, board, synced, self.stop);
-        let image = self.refresh.manifest().data_bytes();
+        let image = puller.image_bytes;
         let pulled = std::thread::scope(|scope| {
             if bytes > image / 2 {
                 // While most of an image comes, which takes far longer.
@@ -343,6 +380,16 @@ impl<'a> Run<'a> {
 }
 
 impl Run<'_> {
+    /// The digest of what is kept, given that of the whole version and its table, which must have it if only a slice is kept.
+    fn digest_of_slice(&self, sums: &[BlockSum], whole: StateDigest) -> Option<StateDigest> {
+        let Some(keeps) = &self.receiver.keeps else { return Some(whole) };
+        let manifest = self.refresh.manifest();
+        let fits = sums.len() == manifest.cuts().blocks() as usize;
+        let table = fits.then(|| SumTable::new(manifest, sums.to_vec()));
+        let table = table.filter(|table| table.digest(manifest) == whole)?;
+        Some(table.state_of(manifest, keeps).digest(manifest.layout_hash()))
+    }
+
     /// Puts up the image for others while it comes, and learns what its blocks must be. Without either, it comes from the
     /// ticket's sources alone.
     fn pass_on(&self, ticket: &Ticket) -> Option<Shared> {
@@ -351,7 +398,11 @@ impl Run<'_> {
         let sums = sums.inspect_err(|error| tracing::warn!(%error, "this version is not passed on")).ok()?;
         let manifest = self.refresh.manifest();
         let proof = (sums.len() == manifest.cuts().blocks() as usize).then(|| SumTable::new(manifest, sums));
-        let Some(proof) = proof.filter(|table| table.digest(manifest) == ticket.digest) else {
+        let kept = |table: &SumTable| match &self.receiver.keeps {
+            Some(keeps) => table.state_of(manifest, keeps).digest(manifest.layout_hash()),
+            None => table.digest(manifest),
+        };
+        let Some(proof) = proof.filter(|table| kept(table) == ticket.digest) else {
             let (peer, version) = (self.receiver.control.peer(), ticket.identity.version);
             tracing::warn!(%peer, version, "the table of sums does not add up to the digest: this version is not passed on");
             return None;
@@ -382,13 +433,18 @@ pub struct Applied {
 impl Refresh<'_> {
     /// Blocks whose sums are those of `version` are of that version. Answers how many there are.
     pub fn adopt(&self, version: Version, sums: &[BlockSum]) -> u32 {
+        self.adopt_each(|_| Some(version), sums)
+    }
+
+    /// The same where blocks are of several versions.
+    pub(crate) fn adopt_each(&self, version: impl Fn(u32) -> Option<Version>, sums: &[BlockSum]) -> u32 {
         let mut book = locked(self.book);
         let mut adopted = 0;
         for (block, sum) in sums.iter().enumerate().take(book.versions.len()) {
             let same = book.summed[block] && book.sums.get(block as u32) == *sum;
             if book.versions[block].is_none() && same {
-                book.versions[block] = Some(version);
-                adopted += 1;
+                book.versions[block] = version(block as u32);
+                adopted += u32::from(book.versions[block].is_some());
             }
         }
         adopted
@@ -476,7 +532,7 @@ impl Refresh<'_> {
     fn check_digest(&self, ticket: &Ticket) -> Result<(), Fault> {
         let book = locked(self.book);
         let found = book.sums.digest(self.region.manifest());
-        let whole = book.versions.iter().all(|v| *v == Some(ticket.identity.version));
+        let whole = book.at(|v| v != Some(ticket.identity.version)).is_empty();
         if !whole || found == ticket.digest {
             return Ok(());
         }

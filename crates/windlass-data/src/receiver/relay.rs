@@ -9,9 +9,10 @@ use std::fmt;
 use std::fs::File;
 use std::net::IpAddr;
 use std::num::NonZeroU16;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::{Mutex, MutexGuard};
 use windlass_core::address::{Host, HostPort};
 use windlass_core::digest::SumTable;
 use windlass_core::wire::{Relay, RelayOffer, SourceId, Ticket, TicketFields, TicketId, TicketKey};
@@ -92,7 +93,7 @@ impl Relaying {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Where others connect to. None if this receiver does not pass anything on; the log says why.

@@ -13,8 +13,9 @@ use std::fs::{self, File, TryLockError};
 use std::io;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use windlass_core::delta::Delta;
 use windlass_core::error::Kind;
@@ -81,7 +82,7 @@ impl Shelf {
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<Buffer>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+        self.free.lock()
     }
 
     pub(super) fn take(&self, bytes: u64) -> io::Result<Buffer> {
@@ -116,10 +117,7 @@ impl Shelf {
 
     /// Gets ready for a delta of so many bytes, unless one came before or no other process reads them.
     pub(super) fn reserve(&self, bytes: u64) {
-        if self.share.is_none()
-            || bytes > Shelf::LARGE
-            || *self.made.lock().unwrap_or_else(PoisonError::into_inner) > 0
-        {
+        if self.share.is_none() || bytes > Shelf::LARGE || *self.made.lock() > 0 {
             return;
         }
         match self.take(bytes) {
@@ -136,7 +134,7 @@ impl Shelf {
     /// A file with its space reserved: a write to a file that cannot grow any more would end the process.
     fn make(&self, share: &Share, len: u64) -> io::Result<Buffer> {
         make_dir(&share.dir)?;
-        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut made = self.made.lock();
         *made += 1;
         let path = share.dir.join(format!("{made}.delta"));
         // As open as its directory, which keeps out processes that may not read the image.

@@ -1,8 +1,9 @@
 //! What is known about a receiver: where it stands, and what happened.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::{Mutex, MutexGuard};
 use serde::Serialize;
 use windlass_core::identity::{Identity, Incarnation};
 use windlass_core::wire::control::Brought;
@@ -114,7 +115,7 @@ impl StatusHandle {
     }
 
     pub(super) fn shown(&self) -> MutexGuard<'_, Shown> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 
     pub(super) fn set(&self, change: impl FnOnce(&mut TransferStatus)) {

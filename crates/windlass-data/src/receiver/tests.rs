@@ -76,6 +76,7 @@ impl Publisher {
 
     fn receiver(&self, dir: &Path, mode: RequestMode, keep: usize) -> Receiver {
         let config = ReceiverConfig {
+            slice: None,
             image: ImageSpec {
                 dir: dir.to_owned(),
                 model_id: model(),
@@ -92,6 +93,7 @@ impl Publisher {
             allow: None,
             keep: (keep > 0).then_some(Limits { count: keep, bytes: 1 << 30 }),
             share: None,
+            nixl: None,
             relaying: None,
         };
         let control = Arc::clone(&self.server) as Arc<dyn Control>;

@@ -214,7 +214,7 @@ pub enum RegionError {
         version: Version,
         rank: u16,
         stage: Stage,
-        /// Who had not joined, if that was what it waited for.
+        /// Who had not joined or was not done, if that was what it waited for.
         missing: Vec<Missing>,
     },
     #[error("bytes {offset}..{end} are beyond the {len} bytes of the image")]

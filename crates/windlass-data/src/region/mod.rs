@@ -73,9 +73,10 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::fs::{FlockOperation, Mode, OFlags};
 use windlass_core::identity::{Incarnation, ModelId, StateDigest, Version};
 use windlass_core::manifest::{Manifest, Parts};
@@ -422,6 +423,11 @@ impl Region {
         self.facts.meta.part.as_ref()
     }
 
+    /// The blocks that it holds.
+    pub fn blocks(&self) -> BlockRanges {
+        self.part().cloned().unwrap_or_else(|| BlockRanges::from(0..self.manifest.cuts().blocks()))
+    }
+
     /// Where the data area begins in a slot's file.
     pub fn data_start(&self) -> u64 {
         self.slots[0].read.len() - self.manifest.data_bytes()
@@ -519,7 +525,7 @@ impl Region {
     /// images calls it after opening; it maps every page, so a rank of many may leave it to the agent.
     pub fn report(&self) -> Prepared {
         let access = self.slots[0].view().access();
-        let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.prepared.lock();
         if let Some((_, report)) = known.as_ref().filter(|(a, _)| *a == access) {
             return report.clone();
         }

@@ -108,7 +108,7 @@ impl Writer {
         // From here on, dropping ends the attempt.
         let attempt = Attempt::new(self, id, version);
         if !attempt.region().flip().join(attempt.rank.into(), id) {
-            return Err(attempt.aborted(Stage::Join));
+            return Err(attempt.aborted(Stage::Join, Some(Said::Joined)));
         }
         attempt.region().ring();
         step("joined");
@@ -295,7 +295,11 @@ impl<'w> Attempt<'w> {
 
     /// An error if the attempt was given up.
     pub fn check(&self) -> Result<(), RegionError> {
-        if self.region.flip().control().is_open(self.id) { Ok(()) } else { Err(self.aborted(Stage::Write)) }
+        if self.region.flip().control().is_open(self.id) {
+            Ok(())
+        } else {
+            Err(self.aborted(Stage::Write, None))
+        }
     }
 
     /// Copies `bytes` to `offset` of the data area. Any number of threads may write at a time.
@@ -324,7 +328,7 @@ impl<'w> Attempt<'w> {
             self.wait_all(Said::Done, Stage::Commit, stop)?;
             step("committing");
             if !flip.commit(self.id, self.version) {
-                return Err(self.aborted(Stage::Commit));
+                return Err(self.aborted(Stage::Commit, None));
             }
             region.ring();
         } else {
@@ -342,7 +346,7 @@ impl<'w> Attempt<'w> {
             // The ranks first: what they said before the attempt ended does not count if it ended.
             let all = flip.all_said(self.id, said);
             if !flip.control().is_open(self.id) {
-                return Some(Err(self.aborted(stage)));
+                return Some(Err(self.aborted(stage, Some(said))));
             }
             if all { Some(Ok(())) } else { self.lost(stage).map(Err) }
         });
@@ -354,7 +358,7 @@ impl<'w> Attempt<'w> {
         let flip = self.region.flip();
         let waited = self.region.wait_for(stop, || match flip.outcome(self.id) {
             Some(true) => Some(Ok(())),
-            Some(false) => Some(Err(self.aborted(Stage::Commit))),
+            Some(false) => Some(Err(self.aborted(Stage::Commit, None))),
             None => self.lost(Stage::Commit).map(Err),
         });
         match waited {
@@ -394,11 +398,11 @@ impl<'w> Attempt<'w> {
     }
 
     /// Why the attempt ended, as far as this rank can tell: the rank that gave it up saw another one die, or not come.
-    fn aborted(&self, stage: Stage) -> RegionError {
+    fn aborted(&self, stage: Stage, waited_for: Option<Said>) -> RegionError {
         if let Some(lost) = self.lost(stage) {
             return lost;
         }
-        let missing = if stage == Stage::Join { self.missing(Said::Joined) } else { Vec::new() };
+        let missing = waited_for.map_or_else(Vec::new, |said| self.missing(said));
         let (attempt, version, rank) = (self.id, self.version, self.rank);
         RegionError::Aborted { attempt, version, rank, stage, missing }
     }

@@ -11,6 +11,7 @@ use windlass_core::sync_info::SyncInfoError;
 
 use crate::image::ImageError;
 use crate::local::LocalError;
+use crate::nixl::NixlError;
 use crate::publish::PublishError;
 use crate::receiver::{ControlError, ReceiverError};
 use crate::region::RegionError;
@@ -50,6 +51,8 @@ pub enum RoleError {
     SyncInfo(#[from] SyncInfoError),
     #[error(transparent)]
     Chunk(#[from] ChunkError),
+    #[error(transparent)]
+    Nixl(#[from] NixlError),
     #[error(transparent)]
     Loan(#[from] LoanError),
     #[error("rank {rank} extracts layout {found}, the region has {expected}: give both the same manifest")]
@@ -122,6 +125,7 @@ impl RoleError {
             RoleError::Manifest(e) => e.kind(),
             RoleError::SyncInfo(e) => e.kind(),
             RoleError::Chunk(e) => e.kind(),
+            RoleError::Nixl(e) => e.kind(),
             RoleError::Loan(e) => e.kind(),
             RoleError::OtherLayout { .. }
             | RoleError::Range { .. }

@@ -49,6 +49,7 @@ impl ImageReceiver {
                 memfd: config.memfd,
                 threads: config.threads,
             },
+            slice: None,
             name: config.name,
             mode: config.mode,
             streams: config.streams,
@@ -58,6 +59,7 @@ impl ImageReceiver {
             allow: config.allow,
             keep: None,
             share: None,
+            nixl: config.nixl,
             relaying: None,
         };
         let receiver = Receiver::open(config, Arc::clone(&control), None, stop)?;

@@ -67,7 +67,9 @@ pub use patience::Patience;
 pub use plane::{ControlPlane, Reachable};
 pub use publish::{Published, PublisherConfig, RegionSender};
 pub use shared::SharedReceiver;
-pub use strategy::{ShmTransferStrategy, Strategies, TcpTransferStrategy, WeightTransferStrategy};
+pub use strategy::{
+    NixlTransferStrategy, ShmTransferStrategy, Strategies, TcpTransferStrategy, WeightTransferStrategy,
+};
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -81,6 +83,7 @@ use windlass_core::sync_info::WeightSyncInfo;
 use windlass_core::wire::control::RequestMode;
 
 use crate::image::Known;
+use crate::nixl::Reader;
 use crate::receiver::{Synced, TransferStatus};
 use crate::region::{Lease, Memfd, RegionError};
 use crate::stop::Stop;
@@ -253,6 +256,8 @@ pub struct EngineConfig {
     pub pull: PullConfig<'static>,
     /// The hosts whose data connections are accepted; those in the tickets if none are given.
     pub allow: Option<Vec<Host>>,
+    /// Reads images from the publisher's memory, where it lets it.
+    pub nixl: Option<Arc<Reader>>,
 }
 
 impl EngineConfig {
@@ -273,6 +278,7 @@ impl EngineConfig {
             patience: Patience::default(),
             pull: PullConfig::default(),
             allow: None,
+            nixl: None,
         }
     }
 }

@@ -13,6 +13,7 @@ use super::plane::ControlPlane;
 use super::publish::{PublisherConfig, RegionSender};
 use super::shared::SharedReceiver;
 use super::{EngineConfig, WeightTransferReceiver, WeightTransferSender};
+use crate::nixl;
 use crate::stop::Stop;
 
 /// A light factory: it holds configuration and nothing else, and both sides build their own.
@@ -45,6 +46,45 @@ impl TcpTransferStrategy {
     /// With control connections of this kind.
     pub fn new(plane: Arc<dyn ControlPlane>) -> TcpTransferStrategy {
         TcpTransferStrategy { plane }
+    }
+}
+
+/// The same, and images are read from the publisher's memory.
+#[derive(Clone)]
+pub struct NixlTransferStrategy {
+    tcp: TcpTransferStrategy,
+    config: nixl::Config,
+}
+
+impl NixlTransferStrategy {
+    /// With control connections of this kind. The library is opened when a side is made.
+    pub fn new(plane: Arc<dyn ControlPlane>, config: nixl::Config) -> NixlTransferStrategy {
+        NixlTransferStrategy { tcp: TcpTransferStrategy::new(plane), config }
+    }
+}
+
+impl WeightTransferStrategy for NixlTransferStrategy {
+    fn name(&self) -> &'static str {
+        "nixl"
+    }
+
+    fn request_type(&self) -> &'static str {
+        self.tcp.request_type()
+    }
+
+    fn create_sender(&self, mut config: PublisherConfig) -> Result<Box<dyn WeightTransferSender>, RoleError> {
+        config.server.tcp.nixl = Some(Arc::new(nixl::Exporter::start(&self.config)?));
+        self.tcp.create_sender(config)
+    }
+
+    fn create_receiver(
+        &self,
+        info: &WeightSyncInfo,
+        mut config: EngineConfig,
+        stop: &Stop,
+    ) -> Result<Box<dyn WeightTransferReceiver>, RoleError> {
+        config.nixl = Some(Arc::new(nixl::Reader::start(self.config.clone())?));
+        self.tcp.create_receiver(info, config, stop)
     }
 }
 
@@ -192,11 +232,13 @@ impl Strategies {
             (Strategy::CudaIpc, _) => {
                 ("cuda_ipc", "CUDA IPC comes with the Python package; use tcp over shm on the same host")
             }
-            (Strategy::Store, _) => ("store", "object stores come in a later release; use tcp"),
+            (Strategy::Store, _) => {
+                ("store", "stores are for `windlass agent` and `windlass receive`; use tcp")
+            }
             (Strategy::Broadcast, _) => {
                 ("broadcast", "collectives need torch and come with the Python package; use tcp")
             }
-            (Strategy::Nixl, _) => ("nixl", "RDMA comes in a later release; use tcp"),
+            (Strategy::Nixl, _) => ("nixl", "add NixlTransferStrategy with a control plane, or use tcp"),
         };
         self.known.get(name).cloned().ok_or_else(|| RoleError::Unsupported {
             strategy: strategy.to_string(),

@@ -44,8 +44,8 @@ mod tests;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 
+use parking_lot::Mutex;
 use windlass_core::StateDigest;
 use windlass_core::delta::{DeltaHeader, Encoder};
 use windlass_core::digest::{BlockSum, StateSum, SumTable};
@@ -272,7 +272,7 @@ pub fn seal(job: SealJob<'_>) -> Result<Sealed, SealError> {
     // Once for each block that changed: the lock is held for nanoseconds in each dozen microseconds.
     let note = |(): &mut (), v: &Visit<'_>| {
         if v.new_sum != v.old_sum {
-            let mut sums = sums.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut sums = sums.lock();
             sums.set(v.tile.number, v.tile.block.tensor, v.new_sum);
         }
     };
@@ -286,7 +286,7 @@ pub fn seal(job: SealJob<'_>) -> Result<Sealed, SealError> {
     }
     let mut files = files.into_iter();
     Ok(Sealed {
-        sums: sums.into_inner().unwrap_or_else(PoisonError::into_inner),
+        sums: sums.into_inner(),
         state: totals.target,
         digest: header.target_digest,
         delta: job.out.and_then(|_| files.next()),

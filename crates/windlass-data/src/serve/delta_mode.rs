@@ -24,7 +24,7 @@ use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
 use windlass_core::identity::Version;
 
-use super::{DeltaStats, Inner, NO_SLOT, SealedSlot, State, blocks_of, count};
+use super::{DeltaStats, Inner, NO_SLOT, SealedSlot, State, count};
 use crate::container;
 use crate::file::io_kind;
 use crate::history::HistoryError;
@@ -122,7 +122,7 @@ impl Inner {
 
     /// Joins and serves all that can be.
     pub(super) fn join_ready(&self) {
-        let mut tried = self.joining.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut tried = self.joining.lock();
         loop {
             let Some(base) = self.state().served.clone() else { return };
             let ready = self.parts.complete(self.region.ranks(), base.version);
@@ -150,7 +150,7 @@ impl Inner {
     fn join(&self, base: &SealedSlot, version: Version) -> Result<bool, JoinError> {
         let start = Instant::now();
         let mut begun = start;
-        let (manifest, held) = (self.region.manifest(), blocks_of(&self.region));
+        let (manifest, held) = (self.region.manifest(), self.region.blocks());
         let mut brought = Vec::new();
         for rank in 0..self.region.ranks() {
             let path = self.parts.path(Part::Delta { version, rank });
@@ -334,7 +334,7 @@ impl Inner {
         while !self.stop.is_set() {
             let mut state = self.state();
             let Some(check) = state.check.take() else {
-                drop(self.changed.wait_timeout(state, crate::stop::Stop::GLANCE));
+                self.changed.wait_for(&mut state, crate::stop::Stop::GLANCE);
                 continue;
             };
             drop(state);
@@ -348,7 +348,7 @@ impl Inner {
     fn check(&self, Check { slot, sealed }: &Check) -> bool {
         let Ok(lease) = self.region.lease(sealed.id, LeaseKind::Seal, Duration::MAX) else { return false };
         let (kernels, manifest) = (crate::simd::kernels(), self.region.manifest());
-        let blocks = blocks_of(&self.region);
+        let blocks = self.region.blocks();
         let found = seal::sums(kernels, manifest, &blocks, lease.data(), self.config.threads, &self.stop);
         let stood = lease.finish().is_ok();
         let Some(found) = found.ok().filter(|_| stood) else { return false };

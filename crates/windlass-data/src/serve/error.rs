@@ -7,6 +7,7 @@ use windlass_core::identity::Version;
 use windlass_core::wire::{TicketError, TicketId};
 
 use crate::history::HistoryError;
+use crate::nixl::NixlError;
 use crate::receiver::ControlError;
 use crate::region::RegionError;
 use crate::seal::SealError;
@@ -52,6 +53,13 @@ pub enum ServeError {
     Thread { name: &'static str, source: std::io::Error },
     #[error("cannot open {}", path.display())]
     Slot { path: PathBuf, source: std::io::Error },
+    #[error(
+        "block {block} of the slot with version {version} differs from the hash that it was sealed with: a process wrote to \
+         the slot afterwards; nothing of this version is uploaded"
+    )]
+    Differs { version: Version, block: u32 },
+    #[error("the slots cannot be read by NIXL: {source}; or run the agent with --nixl off")]
+    Export { source: NixlError },
     #[error("{what} is {value}, allowed are {allowed}")]
     Bounds { what: &'static str, value: u64, allowed: String },
 }
@@ -78,6 +86,8 @@ impl ServeError {
             | ServeError::UnknownInstance { .. } => Kind::NotFound,
             ServeError::Random(_) | ServeError::Thread { .. } => Kind::Exhausted,
             ServeError::Slot { source, .. } => crate::file::io_kind(source),
+            ServeError::Differs { .. } => Kind::Corrupt,
+            ServeError::Export { source } => source.kind(),
             ServeError::Bounds { .. } => Kind::Invalid,
         }
     }

@@ -35,23 +35,25 @@ mod delta_mode;
 mod error;
 mod part;
 mod sealing;
+mod slices;
 mod swarm;
 mod tickets;
 
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::num::NonZeroU16;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use windlass_core::address::{Host, HostPort};
-use windlass_core::digest::{BlockSum, SumTable};
+use windlass_core::digest::{BlockSum, SumTable, sum_block};
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
-use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
     Age, Capabilities, Registered, Registration, Relays, RequestMode, TransferAnswer, TransferDone,
     TransferRequest, VersionInfo,
@@ -60,12 +62,13 @@ use windlass_core::wire::{DEFAULT_STREAMS, DEFAULT_STRIPE_BYTES, TicketId};
 
 pub use self::error::ServeError;
 pub use self::part::Peer;
-use self::swarm::Swarms;
 pub use self::swarm::{Edge, Passed};
-use crate::history::{History, Limits};
+use self::swarm::{SliceKey, Swarms};
+use crate::history::{History, Limits, Segment};
 use crate::publish::Folder;
 use crate::receiver::{Control, ControlError};
-use crate::region::{Lease, Region};
+use crate::region::{Lease, LeaseKind, Region, RegionError};
+use crate::seal::SealError;
 use crate::stop::Stop;
 use crate::tcp::{OfferHandle, Sender, SenderConfig};
 use crate::tls::Certificate;
@@ -146,6 +149,53 @@ struct SealedSlot {
     digest: StateDigest,
 }
 
+/// A version in a slot, with the hashes of its blocks. It holds nothing: the slot may be taken back at any time.
+#[derive(Clone, Debug)]
+pub struct SlotView {
+    region: Arc<Region>,
+    id: u64,
+    pub version: Version,
+    pub digest: StateDigest,
+    pub sums: Arc<SumTable>,
+}
+
+impl SlotView {
+    /// Copies blocks, one after the other, as the version has them. None if the trainer has taken the slot back meanwhile.
+    /// The lease ends before the copy is compared with the hashes.
+    pub fn copy(&self, blocks: Range<u32>, given: Duration) -> Result<Option<Vec<u8>>, ServeError> {
+        let manifest = self.region.manifest();
+        let lease = match self.region.lease(self.id, LeaseKind::Stream, given) {
+            Ok(lease) => lease,
+            Err(RegionError::LeaseGone { .. }) => return Ok(None),
+            Err(e) => return Err(e.into()),
+        };
+        let data = lease.data();
+        let mut bytes = Vec::with_capacity(manifest.bytes_of(&blocks.clone().into()) as usize);
+        let mut lengths = Vec::with_capacity(blocks.len());
+        for block in blocks.clone() {
+            let block = manifest.cuts().block(block).map_err(SealError::from)?;
+            let before = bytes.len();
+            for run in manifest.byte_runs(&block) {
+                bytes.extend_from_slice(data.get(run.start as usize..run.end as usize).unwrap_or_default());
+            }
+            lengths.push((block, bytes.len() - before));
+        }
+        if lease.finish().is_err() {
+            return Ok(None);
+        }
+        let mut rest = bytes.as_slice();
+        for (number, (block, len)) in blocks.zip(lengths) {
+            let (this, others) = rest.split_at(len);
+            let unit = manifest.tensors()[block.tensor as usize].dtype.unit();
+            if sum_block(crate::simd::kernels(), &block, unit, this) != self.sums.get(number) {
+                return Err(ServeError::Differs { version: self.version, block: number });
+            }
+            rest = others;
+        }
+        Ok(Some(bytes))
+    }
+}
+
 /// The newest delta, for `/get_capabilities`.
 #[derive(Clone, Copy, Debug, Serialize)]
 pub struct DeltaStats {
@@ -166,6 +216,8 @@ struct Instance {
     heard: Instant,
     version: Option<Version>,
     relays: bool,
+    /// Which blocks it asked for last.
+    slice: Option<SliceKey>,
 }
 
 struct Active {
@@ -198,17 +250,20 @@ struct State {
     swarms: Swarms,
     /// How often a receiver joined one of them.
     joined: u64,
-    /// The sums of the stripes of deltas that are passed on, by target, base and bytes of a stripe.
-    stripe_sums: BTreeMap<(Version, Version, u32), Vec<u64>>,
+    /// The sums of the stripes of deltas that are passed on, by target, base, slice and bytes of a stripe.
+    stripe_sums: BTreeMap<(Version, Version, Option<SliceKey>, u32), Vec<u64>>,
+    /// The digests of versions of slices, for those that ask for them.
+    slices: BTreeMap<SliceKey, BTreeMap<Version, StateDigest>>,
     /// The table of a version with the parts of all holders.
     whole_sums: Option<(Version, Arc<SumTable>)>,
     failure: Option<String>,
 }
 
 impl State {
-    /// Receivers that can relay and were heard of lately.
-    fn heard_lately(&self) -> usize {
-        self.instances.values().filter(|i| i.relays && i.heard.elapsed() < HEARD_LATELY).count()
+    /// Receivers of these blocks that can relay and were heard of lately.
+    fn heard_lately(&self, slice: Option<SliceKey>) -> usize {
+        let counts = |i: &&Instance| i.relays && i.slice == slice && i.heard.elapsed() < HEARD_LATELY;
+        self.instances.values().filter(counts).count()
     }
 }
 
@@ -240,6 +295,8 @@ pub struct Counters {
     pub revoked: AtomicU64,
     /// Bytes sent and acknowledged, of offers that are over.
     pub bytes_acked: AtomicU64,
+    /// Bytes that receivers read from memory instead, of offers that are over.
+    pub bytes_read: AtomicU64,
     /// Bytes that receivers got from other receivers.
     pub bytes_relayed: AtomicU64,
 }
@@ -268,6 +325,8 @@ struct Inner {
     files: Vec<Arc<File>>,
     history: History,
     parts: Folder,
+    /// What slices need of deltas, by target, base and slice. Held while one is made.
+    sliced: Mutex<BTreeMap<(Version, Version, SliceKey), Arc<Segment>>>,
     /// Held while deltas of ranks are joined: the newest version whose deltas were refused.
     joining: Mutex<Option<Version>>,
     sender: Sender,
@@ -306,7 +365,12 @@ impl Server {
             let path = region.slot_path(slot);
             File::open(&path).map(Arc::new).map_err(|source| ServeError::Slot { path, source })
         };
-        let files = (0..region.slot_count()).map(open).collect::<Result<_, _>>()?;
+        let files: Vec<_> = (0..region.slot_count()).map(open).collect::<Result<_, _>>()?;
+        if let Some(exporter) = &config.tcp.nixl {
+            for file in &files {
+                exporter.export(file).map_err(|source| ServeError::Export { source })?;
+            }
+        }
         let port = NonZeroU16::new(sender.local_addr().port()).unwrap_or(NonZeroU16::MIN);
         let data = HostPort::new(config.advertise_host.clone(), port);
         let parts = Folder::new(region.parts_dir());
@@ -316,6 +380,7 @@ impl Server {
             files,
             history,
             parts,
+            sliced: Mutex::default(),
             joining: Mutex::default(),
             sender,
             data,
@@ -368,6 +433,9 @@ impl Server {
             // A thread that panicked has said so already.
             let _ = thread.join();
         }
+        if let Some(exporter) = &self.inner.config.tcp.nixl {
+            self.inner.files.iter().for_each(|file| exporter.withdraw(file));
+        }
     }
 
     /// The region that is served.
@@ -398,8 +466,7 @@ impl Server {
             if info.is_newer_than(seen) || stop.is_set() || self.inner.stop.is_set() {
                 return info;
             }
-            let woken = self.inner.changed.wait_timeout(state, stop.nap());
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            self.inner.changed.wait_for(&mut state, stop.nap());
         }
     }
 
@@ -435,36 +502,27 @@ impl Server {
 
     /// The table of a sealed version, as [`Server::part_sums`] gives it, with the parts of all holders.
     pub fn sums(&self, version: Option<Version>, stop: &Stop) -> Result<Arc<SumTable>, ServeError> {
-        let inner = &self.inner;
-        let (version, own) = self.part_sums(version)?;
-        if inner.config.peers.is_empty() {
-            return Ok(own);
-        }
-        if let Some((_, known)) = inner.state().whole_sums.as_ref().filter(|(v, _)| *v == version) {
-            return Ok(Arc::clone(known));
-        }
-        let stop = &stop.with_timeout(PEER_PATIENCE);
-        let mut sums = own.sums().to_vec();
-        for peer in &inner.config.peers {
-            let theirs = peer.part_sums(version, stop)?;
-            let missing = sums.iter_mut().zip(theirs).filter(|(sum, _)| **sum == BlockSum::default());
-            missing.for_each(|(sum, theirs)| *sum = theirs);
-        }
-        let whole = Arc::new(SumTable::new(inner.region.manifest(), sums));
-        inner.state().whole_sums = Some((version, Arc::clone(&whole)));
-        Ok(whole)
+        self.inner.sums(version, stop)
     }
 
     /// The table of a sealed version that is still in a slot, or of one that will be. Blocks that are not held here have a
     /// sum of zero, which no bytes have.
     pub fn part_sums(&self, version: Option<Version>) -> Result<(Version, Arc<SumTable>), ServeError> {
+        self.inner.part_sums(version)
+    }
+
+    /// The delta that leads from one version to another, as one file.
+    pub fn segment(&self, base: Version, target: Version, stop: &Stop) -> Result<Arc<Segment>, ServeError> {
+        self.inner.segment(base, target, stop)
+    }
+
+    /// The newest version whose bytes are in a slot, for copying a part of them under a lease of its own.
+    pub fn newest_slot(&self) -> Option<SlotView> {
         let state = self.inner.state();
-        let newest = self.inner.version_info(&state).version;
-        let wanted = version.or(newest).ok_or_else(|| self.inner.nothing_yet())?;
-        let slot = state.slots.iter().flatten().find(|s| s.version == wanted).map(|s| &s.sums);
-        let sums = slot.or_else(|| state.by_delta.get(&wanted)).map(Arc::clone);
-        let sums = sums.ok_or(ServeError::NoVersion { version: wanted, newest })?;
-        Ok((wanted, sums))
+        let slot = state.slots.iter().flatten().filter(|s| s.id != NO_SLOT).max_by_key(|s| s.version)?;
+        let region = Arc::clone(&self.inner.region);
+        let (id, version, sums) = (slot.id, slot.version, Arc::clone(&slot.sums));
+        Some(SlotView { region, id, version, digest: slot.digest, sums })
     }
 
     /// Makes a receiver known.
@@ -481,7 +539,7 @@ impl Server {
             Some(format!("{host}:{port}"))
         });
         let (heard, relays) = (Instant::now(), registration.relays);
-        state.instances.insert(id.clone(), Instance { name, heard, version: None, relays });
+        state.instances.insert(id.clone(), Instance { name, heard, version: None, relays, slice: None });
         Ok(Registered {
             instance_id: id,
             model_id: inner.region.model_id().clone(),
@@ -566,8 +624,7 @@ impl Server {
     pub fn wait_joined(&self, seen: u64, stop: &Stop) -> u64 {
         let mut state = self.inner.state();
         while state.joined <= seen && !stop.is_set() && !self.inner.stop.is_set() {
-            let woken = self.inner.changed.wait_timeout(state, stop.nap());
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            self.inner.changed.wait_for(&mut state, stop.nap());
         }
         state.joined
     }
@@ -657,7 +714,7 @@ impl Drop for Server {
 
 impl Inner {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn identity(&self, version: Version) -> Identity {
@@ -667,6 +724,38 @@ impl Inner {
 
     fn nothing_yet(&self) -> ServeError {
         ServeError::NothingYet { model: self.region.model_id().to_string() }
+    }
+
+    /// See [`Server::sums`].
+    fn sums(&self, version: Option<Version>, stop: &Stop) -> Result<Arc<SumTable>, ServeError> {
+        let (version, own) = self.part_sums(version)?;
+        if self.config.peers.is_empty() {
+            return Ok(own);
+        }
+        if let Some((_, known)) = self.state().whole_sums.as_ref().filter(|(v, _)| *v == version) {
+            return Ok(Arc::clone(known));
+        }
+        let stop = &stop.with_timeout(PEER_PATIENCE);
+        let mut sums = own.sums().to_vec();
+        for peer in &self.config.peers {
+            let theirs = peer.part_sums(version, stop)?;
+            let missing = sums.iter_mut().zip(theirs).filter(|(sum, _)| **sum == BlockSum::default());
+            missing.for_each(|(sum, theirs)| *sum = theirs);
+        }
+        let whole = Arc::new(SumTable::new(self.region.manifest(), sums));
+        self.state().whole_sums = Some((version, Arc::clone(&whole)));
+        Ok(whole)
+    }
+
+    /// See [`Server::part_sums`].
+    fn part_sums(&self, version: Option<Version>) -> Result<(Version, Arc<SumTable>), ServeError> {
+        let state = self.state();
+        let newest = self.version_info(&state).version;
+        let wanted = version.or(newest).ok_or_else(|| self.nothing_yet())?;
+        let slot = state.slots.iter().flatten().find(|s| s.version == wanted).map(|s| &s.sums);
+        let sums = slot.or_else(|| state.by_delta.get(&wanted)).map(Arc::clone);
+        let sums = sums.ok_or(ServeError::NoVersion { version: wanted, newest })?;
+        Ok((wanted, sums))
     }
 
     fn version_info(&self, state: &State) -> VersionInfo {
@@ -681,11 +770,6 @@ impl Inner {
             cuts_hash: manifest.cuts_hash(),
         }
     }
-}
-
-/// The blocks that a region holds.
-fn blocks_of(region: &Region) -> BlockRanges {
-    region.part().cloned().unwrap_or_else(|| BlockRanges::from(0..region.manifest().cuts().blocks()))
 }
 
 fn sparsity(changes: u64, units: u64) -> f64 {

@@ -3,15 +3,16 @@
 //! Owns: [`Peer`], and what a server does for the one that leads: it tells of its share, and serves it by tickets that the
 //! other issued. Called by the leading server, through HTTP or within one process.
 
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use windlass_core::digest::{BlockSum, StateSum};
 use windlass_core::identity::Version;
+use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{PartInfo, PartRequest, PartSum, SharedTicket};
 use windlass_core::wire::{MAX_STRIPE_BYTES, MIN_STRIPE_BYTES, Mode, Payload, Ticket};
 
-use super::{ServeError, Server, blocks_of, swarm};
+use super::{ServeError, Server, swarm};
 use crate::receiver::ControlError;
 use crate::stop::Stop;
 use crate::tcp::{Body, Crowd};
@@ -29,7 +30,7 @@ pub trait Peer: Send + Sync {
 impl Server {
     /// This server's share of a version, for the one that leads. Waits until it is sealed, or `stop`.
     pub fn part(&self, wanted: PartRequest, stop: &Stop) -> Result<PartInfo, ServeError> {
-        let PartRequest { version, base, stripe_bytes } = wanted;
+        let PartRequest { version, base, stripe_bytes, keeps } = wanted;
         let allowed = MIN_STRIPE_BYTES..=MAX_STRIPE_BYTES;
         if let Some(bytes) = stripe_bytes.filter(|bytes| !allowed.contains(bytes)) {
             let allowed = format!("{MIN_STRIPE_BYTES} to {MAX_STRIPE_BYTES}");
@@ -46,17 +47,21 @@ impl Server {
         let segment = base.and_then(|b| self.inner.segment(b, version, stop).ok());
         let sum = sum.or(segment.as_ref().map(|_| StateSum::default()));
         let sum = sum.ok_or(ServeError::NoVersion { version, newest })?;
+        let segment = match (segment, &keeps) {
+            (Some(segment), Some(keeps)) => Some(self.inner.sliced(&segment, keeps, stop)?),
+            (segment, _) => segment,
+        };
         Ok(PartInfo {
             identity: self.inner.identity(version),
             layout_hash: region.manifest().layout_hash(),
             cuts_hash: region.manifest().cuts_hash(),
-            blocks: blocks_of(region),
+            blocks: region.blocks(),
             sum: PartSum(sum.to_bytes()),
             data: self.data_endpoint(),
             tls: self.inner.config.tcp.tls.is_some(),
             delta_bytes: segment.as_ref().map(|s| s.bytes),
             delta_sums: match (&segment, stripe_bytes) {
-                (Some(segment), Some(stripe)) => self.inner.stripe_sums(segment, stripe)?,
+                (Some(segment), Some(stripe)) => self.inner.stripe_sums(segment, keeps.as_ref(), stripe)?,
                 (None, _) | (_, None) => Vec::new(),
             },
         })
@@ -72,8 +77,7 @@ impl Server {
             if stop.is_set() || self.inner.stop.is_set() {
                 return Err(ServeError::NoVersion { version, newest });
             }
-            let woken = self.inner.changed.wait_timeout(state, stop.nap());
-            state = woken.unwrap_or_else(PoisonError::into_inner).0;
+            self.inner.changed.wait_for(&mut state, stop.nap());
         }
     }
 
@@ -91,7 +95,10 @@ impl Server {
                 self.inner.image_body(&slot, Duration::from_millis(ticket.deadline.timeout_ms))?
             }
             Mode::Delta { base, payloads } => {
-                let segment = self.inner.segment(base.identity.version, version, stop)?;
+                let mut segment = self.inner.segment(base.identity.version, version, stop)?;
+                if ticket.wanted != BlockRanges::from(0..self.inner.region.manifest().cuts().blocks()) {
+                    segment = self.inner.sliced(&segment, &ticket.wanted, stop)?;
+                }
                 let mine = |p: &Payload| p.sources.contains(&shared.source).then(|| Arc::clone(&segment));
                 (
                     Body::payloads(payloads.iter().map(|p| mine(p).map(|s| Arc::clone(&s.file))).collect()),

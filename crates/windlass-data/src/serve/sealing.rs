@@ -13,8 +13,8 @@ use windlass_core::wire::TicketError;
 use windlass_core::wire::control::PartRequest;
 
 use super::{
-    Active, BACK_PATIENCE, DeltaStats, GATHER_PATIENCE, Inner, SealedSlot, ServeError, State, blocks_of,
-    count, revoke_all,
+    Active, BACK_PATIENCE, DeltaStats, GATHER_PATIENCE, Inner, SealedSlot, ServeError, State, count,
+    revoke_all,
 };
 use crate::region::{AgentSeat, Lease, LeaseKind, RegionError, Seal};
 use crate::seal::draft::Draft;
@@ -54,7 +54,7 @@ impl Inner {
                         Err(RegionError::LeaseGone { .. }) => continue,
                         other => other?,
                     };
-                    let blocks = blocks_of(&self.region);
+                    let blocks = self.region.blocks();
                     let (kernels, manifest) = (crate::simd::kernels(), self.region.manifest());
                     let sums = seal::sums(
                         kernels,
@@ -155,11 +155,11 @@ impl Inner {
     pub(super) fn gather_loop(&self) {
         let mut told = None;
         while !self.stop.is_set() {
-            let state = self.state();
+            let mut state = self.state();
             let newest = state.slots.iter().flatten().max_by_key(|s| s.version).cloned();
             let served = state.served.as_ref().map(|s| s.id);
             let Some(sealed) = newest.filter(|s| Some(s.id) != served) else {
-                drop(self.changed.wait_timeout(state, Stop::GLANCE));
+                self.changed.wait_for(&mut state, Stop::GLANCE);
                 continue;
             };
             drop(state);
@@ -178,7 +178,7 @@ impl Inner {
                     }
                     let mut state = self.state();
                     state.failure = Some(error.to_string());
-                    drop(self.changed.wait_timeout(state, Stop::GLANCE));
+                    self.changed.wait_for(&mut state, Stop::GLANCE);
                 }
             }
             self.changed.notify_all();
@@ -189,7 +189,7 @@ impl Inner {
     pub(super) fn gather(&self, version: Version, own: StateSum) -> Result<StateDigest, ServeError> {
         let stop = self.stop.with_timeout(GATHER_PATIENCE);
         let mut sum = own;
-        let mut held = blocks_of(&self.region);
+        let mut held = self.region.blocks();
         for peer in &self.config.peers {
             let part = peer.part(PartRequest::image(version), &stop)?;
             let manifest = self.region.manifest();
@@ -247,7 +247,7 @@ impl Inner {
             let known = self.state().slots[lease.slot()].clone().filter(|s| s.id == lease.id());
             known.filter(|k| k.version < version).map(|k| (lease, k))
         });
-        let blocks = blocks_of(&self.region);
+        let blocks = self.region.blocks();
         let sealed = self.seal_pass(&job, &blocks, version, base.as_ref())?;
         if let Err(error) = job.check() {
             // This process was stopped for so long that the trainer went on without it.
@@ -384,7 +384,9 @@ impl Inner {
                 let mut state = self.state();
                 for offer in std::mem::take(&mut state.offers) {
                     if offer.handle.progress().free {
-                        let acked = offer.handle.progress().bytes_acked;
+                        let progress = offer.handle.progress();
+                        let (acked, read) = (progress.bytes_acked, progress.bytes_read);
+                        self.counters.bytes_read.fetch_add(read, Ordering::Relaxed);
                         self.counters.bytes_acked.fetch_add(acked, Ordering::Relaxed);
                     } else if wanted(&offer) {
                         lapped.push(offer);

@@ -9,10 +9,13 @@ use std::sync::Arc;
 
 use serde::Serialize;
 use windlass_core::identity::Version;
+use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{Brought, Relays};
 use windlass_core::wire::{
     Mode, RELAYS, Relay, RelayOffer, SourceId, Swarm, TicketFields, TicketId, neighbours,
 };
+
+use xxhash_rust::xxh3::xxh3_128;
 
 use super::ServeError;
 use crate::tcp::Board;
@@ -23,8 +26,20 @@ const FIRST_RELAY: u32 = 1 << 16;
 const KEPT: usize = 8;
 const SHOWN: usize = 2;
 
-/// What is passed on: a version, whole or as a delta from a base.
-pub(super) type Cargo = (Version, Option<Version>);
+/// A version, whole or as a delta from a base.
+type Way = (Version, Option<Version>);
+/// What is passed on: a version, and of which blocks.
+pub(super) type Cargo = (Way, SliceKey);
+
+/// Names a set of blocks.
+pub(super) type SliceKey = u128;
+
+/// The name of these blocks.
+pub(super) fn slice_key(blocks: &BlockRanges) -> SliceKey {
+    let mut bytes = Vec::new();
+    blocks.encode(&mut bytes);
+    xxh3_128(&bytes)
+}
 
 /// What a ticket is for.
 pub(super) fn cargo(ticket: &TicketFields) -> Cargo {
@@ -32,7 +47,7 @@ pub(super) fn cargo(ticket: &TicketFields) -> Cargo {
         Mode::Full => None,
         Mode::Delta { base, .. } => Some(base.identity.version),
     };
-    (ticket.identity.version, base)
+    ((ticket.identity.version, base), slice_key(&ticket.wanted))
 }
 
 /// Deltas below this size are not worth finding each other for.
@@ -98,20 +113,25 @@ pub struct Edge {
 /// See the module's documentation.
 #[derive(Debug, Default)]
 pub(super) struct Swarms {
-    all: BTreeMap<Cargo, Gathering>,
+    all: BTreeMap<Way, BTreeMap<SliceKey, Gathering>>,
     tickets: BTreeMap<TicketId, (Cargo, u32)>,
 }
 
 impl Swarms {
-    fn gathering(&mut self, cargo: Cargo) -> &mut Gathering {
-        if !self.all.contains_key(&cargo) {
+    fn gathering(&mut self, (way, slice): Cargo) -> &mut Gathering {
+        if !self.all.contains_key(&way) {
             while self.all.len() >= KEPT {
                 self.all.pop_first();
             }
             let Swarms { all, tickets } = self;
-            tickets.retain(|_, (cargo, _)| all.contains_key(cargo));
+            tickets.retain(|_, ((way, _), _)| all.contains_key(way));
         }
-        self.all.entry(cargo).or_default()
+        self.all.entry(way).or_default().entry(slice).or_default()
+    }
+
+    fn find(&mut self, ticket: TicketId) -> Option<(&mut Gathering, u32)> {
+        let ((way, slice), rank) = *self.tickets.get(&ticket)?;
+        Some((self.all.get_mut(&way)?.get_mut(&slice)?, rank))
     }
 
     /// What has been given of `cargo`, for holders of a part that do not lead.
@@ -156,19 +176,16 @@ impl Swarms {
         known: u32,
         hurry: bool,
     ) -> Result<Option<Relays>, ServeError> {
-        let Swarms { all, tickets } = self;
-        let found = tickets.get(&ticket).and_then(|(cargo, rank)| Some((all.get_mut(cargo)?, *rank)));
-        let (gathering, rank) = found.ok_or(ServeError::UnknownTicket { ticket })?;
+        let (gathering, rank) = self.find(ticket).ok_or(ServeError::UnknownTicket { ticket })?;
         let least = if hurry { known.saturating_add(known / 4) } else { known };
         Ok((gathering.members.len() as u32 > least).then(|| gathering.relays(rank)))
     }
 
     /// A receiver has everything. Answers how many bytes other receivers gave it.
     pub(super) fn done(&mut self, ticket: TicketId, brought: Vec<Brought>) -> u64 {
-        let Some((cargo, rank)) = self.tickets.get(&ticket) else { return 0 };
+        let Some((gathering, rank)) = self.find(ticket) else { return 0 };
         let relayed = brought.iter().filter(|b| b.by.is_some()).map(|b| b.bytes).sum();
-        let member = self.all.get_mut(cargo).and_then(|g| g.members.get_mut(*rank as usize));
-        if let Some(member) = member.filter(|m| m.ticket == ticket) {
+        if let Some(member) = gathering.members.get_mut(rank as usize).filter(|m| m.ticket == ticket) {
             member.brought = brought;
         }
         relayed
@@ -176,13 +193,13 @@ impl Swarms {
 
     /// Who passed on what of the newest versions, the newest first.
     pub(super) fn passed(&self) -> Vec<Passed> {
-        let passed = |((version, base), gathering): (&Cargo, &Gathering)| {
-            let members = &gathering.members;
+        let passed = |(&(version, base), slices): (&Way, &BTreeMap<SliceKey, Gathering>)| {
+            let members = || slices.values().flat_map(|g| &g.members);
             let edge = |m: &Member, brought: &Brought| Edge { to: m.name.clone(), brought: brought.clone() };
-            let edges = members.iter().flat_map(|m| m.brought.iter().map(move |b| edge(m, b))).collect();
-            Passed { version: *version, base: *base, receivers: members.len(), edges }
+            let edges = members().flat_map(|m| m.brought.iter().map(move |b| edge(m, b))).collect();
+            Passed { version, base, receivers: members().count(), edges }
         };
-        self.all.iter().rev().filter(|(_, g)| !g.members.is_empty()).map(passed).take(SHOWN).collect()
+        self.all.iter().rev().map(passed).filter(|p| p.receivers > 0).take(SHOWN).collect()
     }
 }
 
@@ -202,12 +219,12 @@ mod tests {
 
     fn join(
         swarms: &mut Swarms,
-        cargo: Cargo,
+        cargo: Way,
         name: &str,
         ticket: TicketId,
         offer: RelayOffer,
     ) -> (Swarm, Arc<Board>) {
-        swarms.join(cargo, 0, (name, format!("host-{name}")), ticket, offer)
+        swarms.join((cargo, 0), 0, (name, format!("host-{name}")), ticket, offer)
     }
 
     #[test]
@@ -230,6 +247,18 @@ mod tests {
         join(&mut swarms, (7, None), "a", ticket(3), offer(3));
         let found = swarms.relays(ticket(1), 2, true).unwrap().unwrap();
         assert_eq!(found.relays.iter().map(|r| &r.offer).collect::<Vec<_>>(), [&offer(3)]);
+    }
+
+    #[test]
+    fn receivers_of_other_blocks_are_others_and_are_shown_together() {
+        let mut swarms = Swarms::default();
+        let (_, whole) = join(&mut swarms, (7, None), "a", TicketId([1; 16]), offer(1));
+        let slice = ((7, None), slice_key(&(0..5).into()));
+        let (swarm, board) = swarms.join(slice, 0, ("b", "b".into()), TicketId([2; 16]), offer(2));
+        assert_eq!((swarm.rank, swarm.relays.len()), (0, 0));
+        assert!(!Arc::ptr_eq(&whole, &board));
+        let [passed] = &swarms.passed()[..] else { panic!("{:?}", swarms.passed()) };
+        assert_eq!(passed.receivers, 2);
     }
 
     #[test]

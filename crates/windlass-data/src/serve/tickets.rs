@@ -16,8 +16,8 @@ use windlass_core::wire::{
 };
 
 use super::{
-    Active, BACK_PATIENCE, Inner, NO_SLOT, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError,
-    blocks_of, count, random, sparsity, swarm,
+    Active, BACK_PATIENCE, Inner, NO_SLOT, PEER_PATIENCE, REPLACED_PATIENCE, SealedSlot, ServeError, count,
+    random, sparsity, swarm, swarm::slice_key,
 };
 use crate::history::{HistoryError, Segment, Whole};
 use crate::region::{Lease, LeaseKind, RegionError};
@@ -26,7 +26,7 @@ use crate::tcp::{Body, Crowd, Offer};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Deltas whose stripes' sums are kept.
-const KEPT_SUMS: usize = 4;
+const KEPT_SUMS: usize = 64;
 
 impl Inner {
     pub(super) fn request(
@@ -38,7 +38,8 @@ impl Inner {
             let mut state = self.state();
             let instance = state.instances.get_mut(&request.instance_id);
             let unknown = || ServeError::UnknownInstance { instance: request.instance_id.clone() };
-            instance.ok_or_else(unknown)?.heard = Instant::now();
+            let instance = instance.ok_or_else(unknown)?;
+            (instance.heard, instance.slice) = (Instant::now(), request.keeps.as_ref().map(slice_key));
         }
         let bounds = |what, value: u64, allowed: String| ServeError::Bounds { what, value, allowed };
         if let Some(streams) = request.streams.filter(|s| !(1..=MAX_STREAMS).contains(s)) {
@@ -62,10 +63,10 @@ impl Inner {
                 Err(ServeError::Region(RegionError::LeaseGone { .. }) | ServeError::NotWhole { .. })
                     if !patience.is_set() =>
                 {
-                    let state = self.state();
+                    let mut state = self.state();
                     if state.served.as_ref().is_some_and(|s| (s.id, s.version) == (served.id, served.version))
                     {
-                        drop(self.changed.wait_timeout(state, patience.nap()));
+                        self.changed.wait_for(&mut state, patience.nap());
                     }
                 }
                 other => return other,
@@ -102,10 +103,14 @@ impl Inner {
             (Err(why), RequestMode::Full | RequestMode::Auto) => {
                 // An older image than what is served is a beginning for all but those who have it.
                 let has = |w: &SealedSlot| {
+                    let digest = match &request.keeps {
+                        Some(keeps) => self.slice_digest(keeps, w.version, stop),
+                        None => Some(w.digest),
+                    };
                     let have = request.have.as_ref();
                     have.is_some_and(|h| {
-                        (h.incarnation, h.version, h.digest)
-                            == (self.region.incarnation(), w.version, w.digest)
+                        (h.incarnation, h.version, Some(h.digest))
+                            == (self.region.incarnation(), w.version, digest)
                     })
                 };
                 match whole.filter(|w| w.version == slot.version || !has(w)) {
@@ -139,14 +144,11 @@ impl Inner {
             return Err(format!("version {base} is newer than {target}, and nobody asked to go back"));
         }
         let segment = self.segment(*base, target, stop).map_err(|e| e.to_string())?;
-        let (header, lost) =
-            (&segment.header, |v| format!("the digest of all parts of version {v} is not known here"));
-        let known = self.whole_digest(*base, header.base_digest).ok_or_else(|| lost(*base))?;
-        self.whole_digest(target, header.target_digest).ok_or_else(|| lost(target))?;
+        let [known, _] = self.digests_of(request, &segment, stop)?;
         if known != *digest {
             return Err(format!("the receiver's version {base} has digest {digest}, here it has {known}"));
         }
-        let image = self.region.manifest().bytes_of(&blocks_of(&self.region));
+        let image = self.region.manifest().bytes_of(&self.region.blocks());
         let share = segment.bytes as f64 / image.max(1) as f64;
         // Whoever names the version lifts blocks that it holds. Image bytes would not help it: they are the newest,
         // and may be lapped again.
@@ -157,6 +159,25 @@ impl Inner {
             ));
         }
         Ok(segment)
+    }
+
+    /// The digests of the versions that a delta leads from and to, of what the receiver keeps.
+    fn digests_of(
+        &self,
+        request: &TransferRequest,
+        segment: &Segment,
+        stop: &Stop,
+    ) -> Result<[StateDigest; 2], String> {
+        let header = &segment.header;
+        let digest = |version, part| match &request.keeps {
+            Some(keeps) => self
+                .slice_digest(keeps, version, stop)
+                .ok_or_else(|| format!("the digest of this slice of version {version} is not known here")),
+            None => self
+                .whole_digest(version, part)
+                .ok_or_else(|| format!("the digest of all parts of version {version} is not known here")),
+        };
+        Ok([digest(header.base.1, header.base_digest)?, digest(header.target.1, header.target_digest)?])
     }
 
     /// The digest of a whole version that deltas start from or lead to, given that of the part here.
@@ -177,14 +198,14 @@ impl Inner {
         }
         let patience = stop.with_timeout(BACK_PATIENCE);
         loop {
-            let state = self.state();
+            let mut state = self.state();
             let newest = state.slots.iter().flatten().max_by_key(|s| s.version).cloned();
             // What was served by delta only will be in a slot soon.
             let Some(slot) = newest.filter(|s| s.version >= base) else {
                 if patience.is_set() || self.stop.is_set() {
                     return Err(ServeError::NotWhole { version: base });
                 }
-                drop(self.changed.wait_timeout(state, patience.nap()));
+                self.changed.wait_for(&mut state, patience.nap());
                 continue;
             };
             drop(state);
@@ -194,9 +215,9 @@ impl Inner {
                     ServeError::Region(RegionError::LeaseGone { .. } | RegionError::LeaseBroken { .. })
                     | ServeError::History(HistoryError::Overtaken { .. }),
                 ) if !patience.is_set() && !self.stop.is_set() => {
-                    let state = self.state();
+                    let mut state = self.state();
                     if state.slots.iter().flatten().all(|s| s.version <= slot.version) {
-                        drop(self.changed.wait_timeout(state, patience.nap()));
+                        self.changed.wait_for(&mut state, patience.nap());
                     }
                 }
                 other => return other,
@@ -229,9 +250,10 @@ impl Inner {
         let manifest = self.region.manifest();
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
         let timeout = request.timeout_ms.unwrap_or(self.config.transfer_timeout.as_millis() as u64);
-        let blocks = BlockRanges::from(0..manifest.cuts().blocks());
+        let blocks = request.keeps.clone();
+        let blocks = blocks.unwrap_or_else(|| BlockRanges::from(0..manifest.cuts().blocks()));
         let (endpoint, tls) = (self.data.clone(), self.config.tcp.tls.is_some());
-        let source = Source { id: SourceId(0), endpoint, blocks: blocks_of(&self.region), tls };
+        let source = Source { id: SourceId(0), endpoint, blocks: self.region.blocks(), tls };
         Ok(TicketFields {
             protocol: ProtocolVersion::CURRENT.major,
             id: TicketId(random()?),
@@ -261,7 +283,14 @@ impl Inner {
         stop: &Stop,
     ) -> Result<TransferAnswer, ServeError> {
         let stop = &stop.with_timeout(PEER_PATIENCE);
-        let mut fields = self.fields(request, slot.version, slot.digest)?;
+        let digest = match &request.keeps {
+            Some(keeps) => {
+                let digest = self.slice_digest(keeps, slot.version, stop);
+                digest.ok_or(ServeError::NoVersion { version: slot.version, newest: Some(slot.version) })?
+            }
+            None => slot.digest,
+        };
+        let mut fields = self.fields(request, slot.version, digest)?;
         fields.why = why;
         if let Some(wanted) = &request.wanted {
             fields.wanted = wanted.clone();
@@ -338,22 +367,27 @@ impl Inner {
     ) -> Result<TransferAnswer, ServeError> {
         let stop = &stop.with_timeout(PEER_PATIENCE);
         let (base, target) = (segment.header.base.1, segment.header.target.1);
-        let known = |v, part| self.whole_digest(v, part);
-        let (Some(base_digest), Some(digest)) =
-            (known(base, segment.header.base_digest), known(target, segment.header.target_digest))
-        else {
-            let reason =
-                format!("the digests of all parts of versions {base} and {target} are not known here");
-            return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason));
+        let [base_digest, digest] = match self.digests_of(request, segment, stop) {
+            Ok(digests) => digests,
+            Err(reason) => return Ok(refused(Some(RequestMode::Full), Kind::Stale, reason)),
         };
+        let sliced = request.keeps.as_ref().map(|keeps| self.sliced(segment, keeps, stop)).transpose()?;
+        let segment = sliced.as_ref().unwrap_or(segment);
         let mut fields = self.fields(request, target, digest)?;
         fields.why = format!("the delta from {base} has {} bytes", segment.bytes);
         fields.checks = Checks::Xxh3;
-        let stripe = self.passes_on(request, true).then(|| self.swarm_stripe(true));
-        let sums = stripe.map(|stripe| self.stripe_sums(segment, stripe)).transpose()?.unwrap_or_default();
+        let stripe = self.passes_on(request, true).then(|| self.swarm_stripe(request, true));
+        let keeps = request.keeps.as_ref();
+        let sums =
+            stripe.map(|stripe| self.stripe_sums(segment, keeps, stripe)).transpose()?.unwrap_or_default();
         let mut payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)], sums }];
         for (i, peer) in self.config.peers.iter().enumerate() {
-            let wanted = PartRequest { version: target, base: Some(base), stripe_bytes: stripe };
+            let wanted = PartRequest {
+                version: target,
+                base: Some(base),
+                stripe_bytes: stripe,
+                keeps: request.keeps.clone(),
+            };
             let part = peer.part(wanted, stop)?;
             let id = SourceId(i as u32 + 1);
             let Some(bytes) = part.delta_bytes else {
@@ -402,23 +436,26 @@ impl Inner {
         if least == 0 || request.relay.is_none() || request.wanted.is_some() {
             return false;
         }
-        !delta || self.state().heard_lately() >= least
+        !delta || self.state().heard_lately(request.keeps.as_ref().map(slice_key)) >= least
     }
 
     /// The stripes of an image, or of a delta, for receivers that pass it on.
-    fn swarm_stripe(&self, delta: bool) -> u32 {
-        swarm_stripe_bytes(self.region.manifest().data_bytes(), delta, self.config.stripe_bytes)
+    fn swarm_stripe(&self, request: &TransferRequest, delta: bool) -> u32 {
+        let manifest = self.region.manifest();
+        let bytes = request.keeps.as_ref().map_or(manifest.data_bytes(), |keeps| manifest.bytes_of(keeps));
+        swarm_stripe_bytes(bytes, delta, self.config.stripe_bytes)
     }
 
     /// Makes the receiver one of those that pass on what the ticket is for.
     fn crowd(&self, request: &TransferRequest, fields: &mut TicketFields) -> Crowd {
         let Some(offer) = request.relay.clone() else { return Crowd::One };
         let cargo = swarm::cargo(fields);
-        fields.stripe_bytes = self.swarm_stripe(cargo.1.is_some());
+        fields.stripe_bytes = self.swarm_stripe(request, cargo.0.1.is_some());
         let mut state = self.state();
         let named = state.instances.get(&request.instance_id).and_then(|i| i.name.clone());
         let name = named.unwrap_or_else(|| offer.endpoint.to_string());
-        let expected = u32::try_from(state.heard_lately()).unwrap_or(u32::MAX);
+        let expected =
+            u32::try_from(state.heard_lately(request.keeps.as_ref().map(slice_key))).unwrap_or(u32::MAX);
         let who = (&*request.instance_id, name);
         let (swarm, board) = state.swarms.join(cargo, expected, who, fields.id, offer);
         fields.swarm = Some(swarm);
@@ -429,8 +466,13 @@ impl Inner {
     }
 
     /// The sums of the stripes of a delta, with which receivers compare what relays send.
-    pub(super) fn stripe_sums(&self, segment: &Segment, stripe: u32) -> Result<Vec<u64>, ServeError> {
-        let key = (segment.header.target.1, segment.header.base.1, stripe);
+    pub(super) fn stripe_sums(
+        &self,
+        segment: &Segment,
+        keeps: Option<&BlockRanges>,
+        stripe: u32,
+    ) -> Result<Vec<u64>, ServeError> {
+        let key = (segment.header.target.1, segment.header.base.1, keeps.map(slice_key), stripe);
         if let Some(known) = self.state().stripe_sums.get(&key) {
             return Ok(known.clone());
         }

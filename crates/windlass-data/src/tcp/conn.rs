@@ -277,22 +277,24 @@ impl Conn {
         }
     }
 
-    /// Reads a frame of a handshake: any but `Data`. The body is at most as long as its kind allows.
+    /// Reads a frame of a handshake or of what follows it: any but `Data`. Only the body of `Reach` may be longer than what is
+    /// read ahead.
     pub(super) fn frame_by(&mut self, by: &By<'_>) -> Result<(Header, Vec<u8>), TcpError> {
-        let mut header = None;
+        let (mut header, mut body) = (None, Vec::new());
         loop {
             if header.is_none() {
                 header = self.header()?;
             }
             if let Some(header) = header {
                 let len = header.body_len as usize;
-                if header.kind == FrameKind::Data || len > READ_AHEAD {
+                if header.kind == FrameKind::Data || (len > READ_AHEAD && header.kind != FrameKind::Reach) {
                     let error = WireError::Unexpected { frame: header.kind, state: "a handshake" };
                     return Err(self.wire(error));
                 }
-                if let Some(body) = self.ahead().get(..len) {
-                    let body = body.to_vec();
-                    self.used(len);
+                let some = self.ahead().len().min(len - body.len());
+                body.extend(&self.ahead()[..some]);
+                self.used(some);
+                if body.len() == len {
                     return Ok((header, body));
                 }
             }

@@ -7,6 +7,7 @@ use std::time::Duration;
 use windlass_core::error::Kind;
 use windlass_core::wire::{Failure, Fault, Stage, TicketError, TicketId, WireError};
 
+use crate::nixl::NixlError;
 use crate::stop::Stopped;
 use crate::tls::TlsError;
 
@@ -67,6 +68,8 @@ pub enum TcpError {
     #[error("{peer}, stage {stage}: {source}")]
     Wire { peer: String, stage: Stage, source: WireError },
     #[error("{peer}, stage {stage}: {source}")]
+    Nixl { peer: String, stage: Stage, source: Box<NixlError> },
+    #[error("{peer}, stage {stage}: {source}")]
     Tls { peer: String, stage: Stage, source: Box<TlsError> },
     #[error(
         "the ticket leads to {endpoint} without TLS, but it was given out by an https:// endpoint: a publisher that has a \
@@ -86,6 +89,9 @@ pub enum TcpError {
     Reset { peer: String, why: String },
     #[error("ticket {ticket}: the place of stripe {stripe} cannot be written: {why}")]
     Ground { ticket: TicketId, stripe: u32, why: String },
+    /// What a store was to bring did not come, or is damaged.
+    #[error("{peer}: {message}")]
+    Carried { peer: String, kind: Kind, message: String },
     #[error("given up: {0}")]
     Stopped(#[from] Stopped),
     #[error("ticket {ticket}: {}", whole(failure, cause.as_deref()))]
@@ -127,6 +133,7 @@ impl TcpError {
             TcpError::Ticket(e) => e.kind(),
             TcpError::Read { .. } => Kind::NotFound,
             TcpError::Forbidden { .. } | TcpError::Plain { .. } | TcpError::NoTrust { .. } => Kind::Denied,
+            TcpError::Nixl { source, .. } => source.kind(),
             TcpError::Tls { source, .. } => source.kind(),
             TcpError::Resolve { .. }
             | TcpError::Io { .. }
@@ -136,6 +143,7 @@ impl TcpError {
             TcpError::TooSlow { .. } => Kind::Timeout,
             TcpError::Wire { source, .. } => source.kind(),
             TcpError::Liar { .. } => Kind::Corrupt,
+            TcpError::Carried { kind, .. } => *kind,
             TcpError::Ground { .. } => Kind::Bug,
             TcpError::Stopped(stopped) => stopped.kind(),
             TcpError::Transfer { failure, .. } => failure.kind(),

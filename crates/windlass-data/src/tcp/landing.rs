@@ -33,6 +33,11 @@ pub trait Landing: Sync {
     /// The size of a block; `None` if there is no such block.
     fn block_bytes(&self, block: u32) -> Option<u64>;
 
+    /// The image, if it is one: its bytes may also be read into it.
+    fn image(&self) -> Option<&ImageLanding<'_>> {
+        None
+    }
+
     /// What one stream lands with. Without `verify` nothing is summed and every verdict is good.
     fn lander<'s>(&'s self, ticket: &'s Ticket, plan: &'s StripePlan, verify: bool) -> Box<dyn Lander + 's>;
 
@@ -81,6 +86,23 @@ impl std::fmt::Debug for ImageLanding<'_> {
     }
 }
 
+impl ImageLanding<'_> {
+    /// The runs of bytes of a stripe in the image's data, neighbours merged. `None` if one of its blocks is strided.
+    pub(super) fn runs(&self, plan: &StripePlan, stripe: &Stripe) -> Option<Vec<Range<u64>>> {
+        let mut runs: Vec<Range<u64>> = Vec::new();
+        for block in plan.blocks(stripe).flatten() {
+            let block = self.manifest.cuts().block(block).ok().filter(Block::is_contiguous)?;
+            for run in self.manifest.byte_runs(&block).filter(|r| !r.is_empty()) {
+                match runs.last_mut() {
+                    Some(last) if last.end == run.start => last.end = run.end,
+                    _ => runs.push(run),
+                }
+            }
+        }
+        Some(runs)
+    }
+}
+
 impl Landing for ImageLanding<'_> {
     fn check(&self, ticket: &Ticket) -> Result<(), TcpError> {
         match &ticket.mode {
@@ -104,6 +126,10 @@ impl Landing for ImageLanding<'_> {
 
     fn block_bytes(&self, block: u32) -> Option<u64> {
         block_bytes(self.manifest, block)
+    }
+
+    fn image(&self) -> Option<&ImageLanding<'_>> {
+        Some(self)
     }
 
     fn lander<'s>(&'s self, ticket: &'s Ticket, plan: &'s StripePlan, verify: bool) -> Box<dyn Lander + 's> {

@@ -1,25 +1,37 @@
 //! The receiver's end of one proved connection: claims stripes, lands them, acknowledges them.
 
-use std::sync::PoisonError;
+use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use windlass_core::error::Kind;
 use windlass_core::wire::{
-    Fault, FrameKind, Grant, Message, Next, Outcome, PullEvent, PullStream, SourceId, Stage, StreamId,
-    Stripe, Verdict, WireError,
+    Check, Fault, FrameKind, Grant, HEADER_LEN, Message, Next, Outcome, PullEvent, PullStream, SourceId,
+    Stage, StreamId, Stripe, Verdict, WireError,
 };
 
 use super::TcpError;
 use super::conn::{By, Conn, wait};
 use super::landing::Lander;
-use super::pull::{Transfer, lock};
+use super::pull::Transfer;
+use super::reading::Source as Readable;
+use crate::nixl::{NixlError, Read};
 use crate::stop::Stop;
 
 /// How long the other end gets to answer `Done`.
 const GOODBYE: Duration = Duration::from_secs(1);
 /// How often a stream without work looks at its socket.
 const IDLE: Duration = Duration::from_millis(10);
+/// How long a stream listens to its sender before it looks at its reads again.
+const READ_NAP: Duration = Duration::from_micros(100);
+
+/// A stripe that is being read.
+struct Landing<'a> {
+    stripe: Stripe,
+    check: Check,
+    read: Read<'a>,
+}
+
 /// One connection of a stream, proved.
 pub(super) struct Lane<'a> {
     transfer: &'a Transfer<'a>,
@@ -40,6 +52,12 @@ pub(super) struct Lane<'a> {
     pinged: bool,
     pings: u64,
     body: Vec<u8>,
+    /// Where stripes are read from, if they are.
+    readable: Option<Readable>,
+    /// Stripes claimed to be read, in the order of their claims.
+    to_read: VecDeque<u32>,
+    /// Those being read.
+    reads: VecDeque<Landing<'a>>,
     /// Set when a stripe is acknowledged as good.
     progress: &'a mut bool,
 }
@@ -68,8 +86,16 @@ impl<'a> Lane<'a> {
             pinged: false,
             pings: 0,
             body: Vec::new(),
+            readable: None,
+            to_read: VecDeque::new(),
+            reads: VecDeque::new(),
             progress,
         }
+    }
+
+    /// Stripes are read from there, as far as they can be.
+    pub(super) fn read_from(&mut self, readable: Option<Readable>) {
+        self.readable = readable;
     }
 
     pub(super) fn run(&mut self, mut lander: Box<dyn Lander + '_>) -> Result<(), TcpError> {
@@ -80,7 +106,9 @@ impl<'a> Lane<'a> {
             if finished {
                 return self.goodbye();
             }
-            if self.held > 0 || self.is_addressed()? {
+            if !self.reads.is_empty() {
+                self.watch_reads(&mut *lander)?;
+            } else if self.held > 0 || self.is_addressed()? {
                 self.frame(&mut *lander)?;
             }
         }
@@ -95,14 +123,20 @@ impl<'a> Lane<'a> {
             let mut grant = claims.claim(self.stream, transfer.now());
             let idle = self.held == 0 && self.outbox.is_empty();
             if grant == Ok(Grant::Wait) && idle && !self.is_told() {
-                (claims, _) =
-                    transfer.changed.wait_timeout(claims, IDLE).unwrap_or_else(PoisonError::into_inner);
+                transfer.changed.wait_for(&mut claims, IDLE);
                 grant = claims.claim(self.stream, transfer.now());
             }
             drop(claims);
             match grant.map_err(|e| self.conn.wire(e))? {
                 Grant::Stripe { stripe, attempt } => {
-                    let frame = self.pull.claim(stripe, attempt).map_err(|e| self.conn.wire(e))?;
+                    let frame =
+                        if self.readable.is_some() && transfer.reading.can_read(&transfer.plan, &stripe) {
+                            self.to_read.push_back(stripe.id);
+                            self.pull.claim_to_read(stripe, attempt)
+                        } else {
+                            self.pull.claim(stripe, attempt)
+                        };
+                    let frame = frame.map_err(|e| self.conn.wire(e))?;
                     self.outbox.extend(frame);
                     if self.held == 0 {
                         self.since = Instant::now();
@@ -158,7 +192,7 @@ impl<'a> Lane<'a> {
                 Outcome::Running | Outcome::Finished => Ok(()),
             };
         }
-        if lock(&transfer.condemned).contains(&self.source) {
+        if transfer.condemned.lock().contains(&self.source) {
             return Err(self.conn.wire(WireError::UnknownSource { source_id: self.source.0 }));
         }
         let (peer, stage) = (self.conn.peer(), self.conn.stage);
@@ -208,6 +242,7 @@ impl<'a> Lane<'a> {
                 self.conn.stage = Stage::Data;
                 self.transfer.watch.reach(Stage::Data);
                 if offset == 0 {
+                    self.end_reads(lander)?;
                     lander.begin(stripe)?;
                 }
                 lander.take(len, &mut |into| {
@@ -231,6 +266,11 @@ impl<'a> Lane<'a> {
     fn take(&mut self, event: PullEvent, lander: &mut dyn Lander) -> Result<(), TcpError> {
         match event {
             PullEvent::StripeEnd { stripe, check } => {
+                if self.to_read.front() == Some(&stripe.id) {
+                    self.to_read.pop_front();
+                    return self.begin_read(stripe, check);
+                }
+                self.end_reads(lander)?;
                 self.conn.stage = Stage::Verify;
                 if stripe.bytes == 0 {
                     lander.begin(stripe)?;
@@ -240,6 +280,10 @@ impl<'a> Lane<'a> {
             }
             PullEvent::Done => {
                 let frame = FrameKind::Done;
+                Err(self.conn.wire(WireError::Unexpected { frame, state: "stripes" }))
+            }
+            PullEvent::Reach(_) | PullEvent::Memory(_) => {
+                let frame = FrameKind::Reach;
                 Err(self.conn.wire(WireError::Unexpected { frame, state: "stripes" }))
             }
             PullEvent::Fault(fault) => Err(self.conn.wire(WireError::Peer(fault))),
@@ -260,6 +304,76 @@ impl<'a> Lane<'a> {
                 Ok(())
             }
         }
+    }
+
+    /// The sender holds its memory: reads a stripe from there.
+    fn begin_read(&mut self, stripe: Stripe, check: Check) -> Result<(), TcpError> {
+        self.conn.stage = Stage::Data;
+        self.transfer.watch.reach(Stage::Data);
+        let reading = &self.transfer.reading;
+        let read = match &self.readable {
+            Some(readable) => reading.read(&self.transfer.plan, &stripe, readable),
+            None => Err(NixlError::Closed),
+        };
+        let read = read.map_err(|source| self.unread(source))?;
+        self.reads.push_back(Landing { stripe, check, read });
+        Ok(())
+    }
+
+    fn unread(&self, source: NixlError) -> TcpError {
+        let (peer, stage) = (self.conn.peer(), self.conn.stage);
+        self.transfer.reading.fail(&peer, &source);
+        TcpError::Nixl { peer, stage, source: Box::new(source) }
+    }
+
+    /// Looks whether the oldest read has ended, and whether the sender has said something.
+    fn watch_reads(&mut self, lander: &mut dyn Lander) -> Result<(), TcpError> {
+        if self.end_read(lander)? {
+            return Ok(());
+        }
+        if self.conn.wait(false, None, READ_NAP)?.readable || self.conn.ahead().len() >= HEADER_LEN {
+            self.frame(lander)?;
+        }
+        Ok(())
+    }
+
+    /// Waits for all reads: stripes are acknowledged in their order, and one that is sent comes after them.
+    fn end_reads(&mut self, lander: &mut dyn Lander) -> Result<(), TcpError> {
+        while !self.reads.is_empty() {
+            if !self.end_read(lander)? {
+                std::thread::sleep(READ_NAP);
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the oldest read has ended; it is then checked and acknowledged.
+    fn end_read(&mut self, lander: &mut dyn Lander) -> Result<bool, TcpError> {
+        let Some(oldest) = self.reads.front_mut() else { return Ok(false) };
+        match oldest.read.poll() {
+            Ok(false) => {}
+            Ok(true) => {
+                let Some(Landing { stripe, check, read }) = self.reads.pop_front() else { return Ok(false) };
+                // The loans end; the lander takes its own.
+                drop(read);
+                self.conn.stage = Stage::Verify;
+                lander.begin(stripe)?;
+                // The bytes are in their place already.
+                lander.take(stripe.bytes, &mut |_| Ok(()))?;
+                self.transfer.watch.read(stripe.bytes.into());
+                let verdict = lander.verdict(&check);
+                self.settle(stripe, verdict, lander)?;
+                return Ok(true);
+            }
+            Err(source) => return Err(self.unread(source)),
+        }
+        if self.looked.elapsed() > Stop::GLANCE {
+            self.look()?;
+            if self.transfer.reading.is_over() {
+                return Err(self.unread(NixlError::Closed));
+            }
+        }
+        Ok(false)
     }
 
     /// A stripe is here and checked.

@@ -63,6 +63,7 @@ mod landing;
 mod lane;
 mod offer;
 mod pull;
+mod reading;
 mod secret;
 mod sender;
 mod serve;

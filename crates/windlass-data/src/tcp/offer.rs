@@ -10,9 +10,10 @@ use std::fmt;
 use std::fs::File;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use windlass_core::digest::SumTable;
 use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
@@ -157,6 +158,8 @@ pub(super) struct Served {
     pub(super) sent: AtomicU64,
     pub(super) acked: AtomicU64,
     pub(super) bad: AtomicU64,
+    /// Bytes that the receiver was told it may read.
+    pub(super) read: AtomicU64,
 }
 
 impl Served {
@@ -233,6 +236,7 @@ impl Served {
             sent: AtomicU64::new(0),
             acked: AtomicU64::new(0),
             bad: AtomicU64::new(0),
+            read: AtomicU64::new(0),
         })
     }
 
@@ -255,7 +259,7 @@ impl Served {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     pub(super) fn over(&self) -> Option<Over> {
@@ -348,7 +352,7 @@ impl Served {
     /// Waits until a connection has left.
     pub(super) fn wait_left(&self, connection: u64, timeout: Duration) {
         let there = |s: &mut State| s.connections.contains(&connection);
-        drop(self.changed.wait_timeout_while(self.lock(), timeout, there));
+        self.changed.wait_while_for(&mut self.lock(), there, timeout);
     }
 
     /// The memory, unless the offer is over.
@@ -375,7 +379,7 @@ impl Served {
         let mut state = self.lock();
         while !Self::is_free(&state) {
             stop.check()?;
-            (state, _) = self.changed.wait_timeout(state, stop.nap()).unwrap_or_else(PoisonError::into_inner);
+            self.changed.wait_for(&mut state, stop.nap());
         }
         Ok(())
     }
@@ -406,6 +410,8 @@ impl Drop for Open {
 pub struct OfferProgress {
     /// Payload bytes that the kernel took.
     pub bytes_sent: u64,
+    /// Bytes that the receiver read from memory, or was about to.
+    pub bytes_read: u64,
     /// Payload bytes that the receiver acknowledged as good.
     pub bytes_acked: u64,
     /// Stripes that the receiver found bad.
@@ -444,6 +450,7 @@ impl OfferHandle {
         let state = self.served.lock();
         OfferProgress {
             bytes_sent: self.served.sent.load(Ordering::Relaxed),
+            bytes_read: self.served.read.load(Ordering::Relaxed),
             bytes_acked: self.served.acked.load(Ordering::Relaxed),
             bad: self.served.bad.load(Ordering::Relaxed),
             streams: state.connections.len(),

@@ -7,16 +7,18 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use socket2::{Domain, Protocol, SockAddr, Socket, Type};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
     ClaimPolicy, Claims, Completion, Dial, Endpoint, Fault, HANDSHAKE_TIMEOUT_MS, LOST_AFTER_MS, MAX_STREAMS,
-    Nonce, Outcome, PING_AFTER_MS, Place, Progress, PullStream, Relay, RelayOffer, Source, SourceId, Stage,
-    StreamId, Stripe, StripePlan, Swarm, Ticket, TicketKey, WireError,
+    Message, Nonce, Outcome, PING_AFTER_MS, Place, Progress, ProtocolVersion, PullEvent, PullStream, Reach,
+    Relay, RelayOffer, Source, SourceId, Stage, StreamId, Stripe, StripePlan, Swarm, Ticket, TicketKey,
+    WireError,
 };
 
 use super::TcpError;
@@ -24,7 +26,9 @@ use super::board::{Bell, Board};
 use super::conn::{By, Conn, wait};
 use super::landing::Landing;
 use super::lane::Lane;
+use super::reading::{Reading, Source as Readable};
 use super::watch::Watch;
+use crate::nixl::Reader;
 use crate::stop::{Stop, Stopped};
 use crate::tls::{self, DATA_PROTOCOL, Privacy, TlsError};
 
@@ -61,6 +65,8 @@ pub struct PullConfig<'a> {
     pub board: Option<&'a Board>,
     /// Who else passes on what the ticket is for, beyond those that it names.
     pub relays: Option<&'a dyn Relays>,
+    /// Reads images from the senders' memory, where they let it.
+    pub nixl: Option<&'a Reader>,
 }
 
 /// Finds receivers that pass on what a ticket is for, while it is being pulled.
@@ -88,6 +94,7 @@ impl Default for PullConfig<'_> {
             stall: Duration::from_millis(500),
             board: None,
             relays: None,
+            nixl: None,
         }
     }
 }
@@ -163,6 +170,7 @@ pub fn pull(
         cause: Mutex::new(None),
         accepted: OnceLock::new(),
         scouting: Stop::after(deadline),
+        reading: Reading::begin(ticket, landing, config, watch),
     };
     watch.reach(Stage::Handshake);
     watch.show(&transfer.book().progress());
@@ -287,15 +295,12 @@ pub(super) struct Transfer<'a> {
     accepted: OnceLock<Result<(), Fault>>,
     /// Set when no further relay is of use.
     scouting: Stop,
-}
-
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) reading: Reading<'a>,
 }
 
 impl Transfer<'_> {
     pub(super) fn book(&self) -> MutexGuard<'_, Claims> {
-        lock(&self.claims)
+        self.claims.lock()
     }
 
     pub(super) fn now(&self) -> Duration {
@@ -346,12 +351,12 @@ impl Transfer<'_> {
         let mut index = self.ticket.lanes().len() as u16;
         loop {
             for relay in found.iter().filter(|r| (self.config.allow)(&r.offer.endpoint)) {
-                let open = lock(&self.lanes).iter().filter(|(s, n)| asked.contains(s) && **n > 0).count();
+                let open = self.lanes.lock().iter().filter(|(s, n)| asked.contains(s) && **n > 0).count();
                 let secret = relay.offer.tls || !self.config.privacy.required;
                 if index >= MAX_STREAMS || open >= MAX_RELAYS || !secret || !asked.insert(relay.id) {
                     continue;
                 }
-                lock(&self.lanes).insert(relay.id, 1);
+                self.lanes.lock().insert(relay.id, 1);
                 if self.update(|claims, _| claims.add_relay(relay.id)).is_ok() {
                     self.start(scope, index, Way::relay(self.ticket, relay));
                     index += 1;
@@ -366,12 +371,12 @@ impl Transfer<'_> {
 
     fn note(&self, error: TcpError) {
         tracing::debug!(ticket = %self.ticket.id, %error, "a stream ended");
-        lock(&self.cause).replace(error);
+        self.cause.lock().replace(error);
     }
 
     /// A stream will not come back. With the last one of its source goes the source.
     fn retire(&self, source: SourceId) {
-        let mut lanes = lock(&self.lanes);
+        let mut lanes = self.lanes.lock();
         let left = lanes.entry(source).or_default();
         *left = left.saturating_sub(1);
         if *left == 0 {
@@ -428,7 +433,7 @@ impl Transfer<'_> {
                     denials += 1;
                     // Once may be a damaged frame; twice is an answer.
                     if denials > 1 {
-                        lock(&self.condemned).push(source);
+                        self.condemned.lock().push(source);
                         return self.retire(source);
                     }
                 }
@@ -450,7 +455,7 @@ impl Transfer<'_> {
         let times = 1u32.checked_shl(failures.saturating_sub(1)).unwrap_or(u32::MAX);
         let until = Instant::now() + self.config.backoff.saturating_mul(times).min(self.config.max_backoff);
         loop {
-            if lock(&self.condemned).contains(&source) {
+            if self.condemned.lock().contains(&source) {
                 return false;
             }
             let mut claims = self.book();
@@ -462,7 +467,8 @@ impl Transfer<'_> {
             if left.is_zero() {
                 return true;
             }
-            drop(self.changed.wait_timeout(claims, left.min(Stop::GLANCE)));
+            self.changed.wait_for(&mut claims, left.min(Stop::GLANCE));
+            drop(claims);
             if let Err(stopped) = self.stop.check() {
                 self.stopped(stopped);
                 return false;
@@ -496,11 +502,13 @@ impl Transfer<'_> {
         // Whether a relay answers does not matter any more once everything is there.
         let stop = if way.relay.is_some() { &self.scouting } else { self.stop };
         let mut conn = self.dial(&way.endpoint, stop)?;
-        let pull = self.shake(&mut conn, stream, way, stop)?;
+        let (mut pull, minor) = self.shake(&mut conn, stream, way, stop)?;
         self.update(|claims, now| claims.join(stream, way.source, now)).map_err(|e| conn.wire(e))?;
+        let readable = self.reach(&mut conn, &mut pull, stream, way, minor, stop)?;
         self.watch.reach(Stage::Claim);
         let lander = self.landing.lander(self.ticket, &self.plan, self.config.verify);
         let mut lane = Lane::new(self, (way.source, way.relay.as_deref()), stream, conn, pull, progress);
+        lane.read_from(readable);
         let result = lane.run(lander);
         if let Err(error) = &result {
             lane.give_up(error);
@@ -610,7 +618,7 @@ impl Transfer<'_> {
         stream: StreamId,
         way: &Way,
         stop: &Stop,
-    ) -> Result<PullStream, TcpError> {
+    ) -> Result<(PullStream, u8), TcpError> {
         let limit = self.config.handshake_timeout;
         let by = By { until: Instant::now() + limit, limit, what: "the handshake", stop };
         if way.tls {
@@ -628,7 +636,67 @@ impl Transfer<'_> {
         conn.send_by(&proof, &by)?;
         let (header, body) = conn.frame_by(&by)?;
         let proved = sent.accept(&header, &body).map_err(|e| conn.wire(e))?;
-        Ok(PullStream::new(proved, way.completion.clone(), self.ticket.checks))
+        let minor = proved.minor();
+        Ok((PullStream::new(proved, way.completion.clone(), self.ticket.checks), minor))
+    }
+
+    /// Asks a source whether its memory can be read, if that is wanted here.
+    fn reach(
+        &self,
+        conn: &mut Conn,
+        pull: &mut PullStream,
+        stream: StreamId,
+        way: &Way,
+        minor: u8,
+        stop: &Stop,
+    ) -> Result<Option<Readable>, TcpError> {
+        if way.relay.is_some() || !self.reading.is_on() {
+            return Ok(None);
+        }
+        if minor < ProtocolVersion::ONE_SIDED || way.tls {
+            let why =
+                if way.tls { "it is inside TLS, and NIXL does not encrypt" } else { "its agent is older" };
+            self.reading.end(&format!("{}: {why}", way.endpoint));
+            return Ok(None);
+        }
+        let limit = self.config.handshake_timeout;
+        let by = By { until: Instant::now() + limit, limit, what: "the answer to Reach", stop };
+        let ask = self.reading.ask().encode(stream).map_err(|e| conn.wire(e))?;
+        conn.send_by(&ask, &by)?;
+        let mut able = None;
+        loop {
+            let (header, body) = conn.frame_by(&by)?;
+            pull.header(&header).map_err(|e| conn.wire(e))?;
+            match pull.body(&body).map_err(|e| conn.wire(e))? {
+                PullEvent::Reach(Reach::Able { library, metadata }) => able = Some((library, metadata)),
+                PullEvent::Reach(Reach::Unable { why }) => {
+                    self.reading.end(&format!("{}: {why}", way.endpoint));
+                    return Ok(None);
+                }
+                PullEvent::Memory(memory) => {
+                    let Some((library, metadata)) = able else {
+                        let state = "a Reach";
+                        return Err(conn.wire(WireError::Unexpected { frame: header.kind, state }));
+                    };
+                    return Ok(self.reading.meet(&way.endpoint.to_string(), &library, &metadata, memory));
+                }
+                PullEvent::Holds(stripes) => {
+                    let told = self.update(|claims, _| {
+                        stripes.into_iter().try_for_each(|range| claims.holds(stream, range))
+                    });
+                    told.map_err(|e| conn.wire(e))?;
+                }
+                PullEvent::Fault(fault) => return Err(conn.wire(WireError::Peer(fault))),
+                PullEvent::Ping(number) => {
+                    let pong = Message::Pong(number).encode(stream).map_err(|e| conn.wire(e))?;
+                    conn.send_by(&pong, &by)?;
+                }
+                PullEvent::StripeEnd { .. } | PullEvent::Done | PullEvent::Pong => {
+                    let state = "the answer to Reach";
+                    return Err(conn.wire(WireError::Unexpected { frame: header.kind, state }));
+                }
+            }
+        }
     }
 
     /// Puts the connection inside TLS with a peer that has a certificate for the source's host.
@@ -654,12 +722,12 @@ impl Transfer<'_> {
 
     fn result(self) -> Result<Pulled, TcpError> {
         let ticket = self.ticket.id;
-        let mut claims = self.claims.into_inner().unwrap_or_else(PoisonError::into_inner);
+        let mut claims = self.claims.into_inner();
         self.watch.show(&Progress { live: 0, ..claims.progress() });
         match claims.outcome(self.origin.elapsed()) {
             Outcome::Finished => {}
             Outcome::Failed(failure) => {
-                let cause = self.cause.into_inner().unwrap_or_else(PoisonError::into_inner).map(Box::new);
+                let cause = self.cause.into_inner().map(Box::new);
                 return Err(TcpError::Transfer { ticket, failure, cause });
             }
             Outcome::Running => {

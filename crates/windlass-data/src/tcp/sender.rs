@@ -7,10 +7,11 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::ops::RangeInclusive;
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use socket2::SockRef;
 use windlass_core::error::Kind;
 use windlass_core::wire::{
@@ -21,6 +22,7 @@ use windlass_core::wire::{
 use super::conn::wait;
 use super::offer::{Offer, OfferHandle, Open, Served};
 use super::{TcpError, serve};
+use crate::nixl::Exporter;
 use crate::stop::Stop;
 use crate::tls::Certificate;
 
@@ -53,6 +55,8 @@ pub struct SenderConfig {
     pub max_offers: usize,
     /// Puts every connection inside TLS.
     pub tls: Option<Certificate>,
+    /// Lets receivers read images out of this process's memory. Nothing is exported inside TLS.
+    pub nixl: Option<Arc<Exporter>>,
 }
 
 impl Default for SenderConfig {
@@ -71,6 +75,7 @@ impl Default for SenderConfig {
             window: DEFAULT_WINDOW,
             max_offers: 4096,
             tls: None,
+            nixl: None,
         }
     }
 }
@@ -125,13 +130,9 @@ pub(super) struct Shared {
     peers: Mutex<BTreeMap<u64, Arc<Peer>>>,
 }
 
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 impl Shared {
     pub(super) fn find(&self, ticket: TicketId) -> Option<Found> {
-        let offers = lock(&self.offers);
+        let offers = self.offers.lock();
         if let Some(served) = offers.live.get(&ticket) {
             return Some(match served.over().and_then(|o| o.fault) {
                 Some(fault) => Found::Ended(served.key(), fault),
@@ -143,7 +144,7 @@ impl Shared {
 
     /// Makes a connection end soon.
     pub(super) fn put_out(&self, connection: u64) {
-        if let Some(peer) = lock(&self.peers).get(&connection) {
+        if let Some(peer) = self.peers.lock().get(&connection) {
             // Already closed by the peer is as good.
             let _ = peer.socket.shutdown(Shutdown::Both);
         }
@@ -152,7 +153,7 @@ impl Shared {
     /// Ends offers whose time is over and forgets those that are free.
     fn tend(&self) {
         let now = now_unix_ms();
-        let mut offers = lock(&self.offers);
+        let mut offers = self.offers.lock();
         let mut gone = Vec::new();
         for (id, served) in &offers.live {
             served.look(now, self.config.abandoned_after);
@@ -178,7 +179,7 @@ impl Shared {
     /// gone, so the bounds hold for threads and descriptors as well.
     fn make_room(&self, from: IpAddr) -> bool {
         let config = &self.config;
-        let peers = lock(&self.peers);
+        let peers = self.peers.lock();
         let unproved = |only: Option<IpAddr>| {
             let counts = move |p: &Peer| {
                 !p.proved.load(Ordering::Relaxed) && only.is_none_or(|ip| p.address.ip() == ip)
@@ -253,7 +254,7 @@ impl Sender {
     pub fn offer(&self, offer: Offer) -> Result<OfferHandle, TcpError> {
         let ticket = offer.ticket.id;
         let served = Arc::new(Served::new(offer)?);
-        let mut offers = lock(&self.shared.offers);
+        let mut offers = self.shared.offers.lock();
         if offers.closed {
             return Err(TcpError::ShuttingDown { ticket });
         }
@@ -269,7 +270,7 @@ impl Sender {
 
     /// Connections at this moment: all, and those that have not proved a ticket.
     pub fn connections(&self) -> (usize, usize) {
-        let peers = lock(&self.shared.peers);
+        let peers = self.shared.peers.lock();
         (peers.len(), peers.values().filter(|p| !p.proved.load(Ordering::Relaxed)).count())
     }
 
@@ -281,7 +282,7 @@ impl Sender {
     fn close(&mut self, grace: Duration) {
         let Some(accept) = self.accept.take() else { return };
         let live: Vec<Arc<Served>> = {
-            let mut offers = lock(&self.shared.offers);
+            let mut offers = self.shared.offers.lock();
             offers.closed = true;
             offers.live.values().cloned().collect()
         };
@@ -336,7 +337,7 @@ fn accept(shared: &Arc<Shared>, listener: &TcpListener) {
             }
         }
     }
-    for peer in lock(&shared.peers).values() {
+    for peer in shared.peers.lock().values() {
         let _ = peer.socket.shutdown(Shutdown::Both);
     }
     threads.into_iter().for_each(join);
@@ -374,7 +375,7 @@ fn admit(
         proved: AtomicBool::new(false),
         serves: OnceLock::new(),
     });
-    lock(&shared.peers).insert(number, Arc::clone(&peer));
+    shared.peers.lock().insert(number, Arc::clone(&peer));
     let for_thread = Arc::clone(shared);
     let thread = thread::Builder::new()
         .name(format!("windlass-send-{number}"))
@@ -382,7 +383,7 @@ fn admit(
         .spawn(move || connection(&for_thread, number, peer));
     if let Err(e) = &thread {
         tracing::warn!(error = %e, peer = %address, "cannot start a thread for a connection");
-        lock(&shared.peers).remove(&number);
+        shared.peers.lock().remove(&number);
     }
     thread.ok()
 }
@@ -415,7 +416,7 @@ fn connection(shared: &Arc<Shared>, number: u64, peer: Arc<Peer>) {
         let _ = SockRef::from(&*peer.socket).set_linger(Some(Duration::ZERO));
     }
     let serves = peer.serves.get().cloned();
-    lock(&shared.peers).remove(&number);
+    shared.peers.lock().remove(&number);
     // The last reference: the socket is closed, or reset, here. Only then does the memory go.
     drop(peer);
     drop(open);

@@ -14,9 +14,9 @@ use std::time::{Duration, Instant};
 use windlass_core::error::Kind;
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::{
-    Check, Checks, Extent, Fault, FrameKind, Greeted, MAX_HOLDS, Message, Next, Nonce, Proved,
-    Sender as SenderSide, ServeEvent, ServeStream, Stage, StreamId, Stripe, StripePlan, Verdict, WireError,
-    refuse,
+    Carriage, Check, Checks, Extent, Fault, FrameKind, Greeted, MAX_HOLDS, Memory, Message, Next, Nonce,
+    Proved, Reach, Sender as SenderSide, ServeEvent, ServeStream, Stage, StreamId, Stripe, StripePlan,
+    Verdict, WireError, refuse,
 };
 use xxhash_rust::xxh3::Xxh3;
 
@@ -157,6 +157,8 @@ struct Serving<'a> {
     alive: Instant,
     pinged: bool,
     pings: u64,
+    /// Whether the peer was told how to read memory, once it has asked.
+    reached: Option<bool>,
     ended: bool,
 }
 
@@ -203,6 +205,7 @@ impl<'a> Serving<'a> {
             alive: Instant::now(),
             pinged: false,
             pings: 0,
+            reached: None,
             ended: false,
         })
     }
@@ -295,6 +298,10 @@ impl<'a> Serving<'a> {
 
     fn take(&mut self, event: ServeEvent) -> Result<(), TcpError> {
         match event {
+            ServeEvent::Claim { carriage: Carriage::Read, .. } if self.reached != Some(true) => {
+                let state = "claims of bytes to be sent";
+                return Err(self.conn.wire(WireError::Unexpected { frame: FrameKind::Claim, state }));
+            }
             // It is in the stream's book, and served in its turn.
             ServeEvent::Claim { stripe, .. } => match &self.served.crowd {
                 Crowd::One => {}
@@ -328,9 +335,57 @@ impl<'a> Serving<'a> {
                 }
                 self.pongs.extend(Message::Pong(number).encode(self.stream).map_err(|e| self.conn.wire(e))?);
             }
+            ServeEvent::Reach(reach) => self.reach(reach)?,
             ServeEvent::Pong => self.pinged = false,
         }
         Ok(())
+    }
+
+    /// Tells the peer how the image can be read, or why it cannot.
+    fn reach(&mut self, theirs: Reach) -> Result<(), TcpError> {
+        if self.reached.is_some() {
+            let state = "no second Reach";
+            return Err(self.conn.wire(WireError::Unexpected { frame: FrameKind::Reach, state }));
+        }
+        let (reach, memory) = match self.reachable(theirs) {
+            Ok((library, metadata, memory)) => (Reach::Able { library, metadata }, Some(memory)),
+            Err(why) => {
+                tracing::debug!(peer = self.conn.peer(), why, "the receiver cannot read memory here");
+                (Reach::Unable { why }, None)
+            }
+        };
+        self.reached = Some(memory.is_some());
+        for message in [Some(Message::Reach(reach)), memory.map(Message::Memory)].into_iter().flatten() {
+            self.news.extend(message.encode(self.stream).map_err(|e| self.conn.wire(e))?);
+        }
+        Ok(())
+    }
+
+    fn reachable(&self, theirs: Reach) -> Result<(String, Vec<u8>, Memory), String> {
+        let exporter = self.shared.config.nixl.as_ref();
+        let exporter = exporter.ok_or("the sender runs without NIXL: start its agent with --nixl on")?;
+        if self.conn.is_secret() {
+            return Err("the connection is inside TLS, and NIXL does not encrypt".to_owned());
+        }
+        let ours = exporter.release();
+        match theirs {
+            Reach::Able { library, .. } if library == ours => {}
+            Reach::Able { library, .. } => {
+                return Err(format!(
+                    "the sender has {ours} and the receiver {library}: install the same release"
+                ));
+            }
+            Reach::Unable { why } => return Err(why),
+        }
+        let (Content::Image { data_start, .. }, Some(open)) = (&self.served.content, self.served.open())
+        else {
+            return Err("the ticket is of no image, or over".to_owned());
+        };
+        let found = open.file(0).map(|file| exporter.find(file, *data_start)).transpose();
+        match found.map_err(|e| e.to_string())?.flatten() {
+            Some((metadata, memory)) => Ok((ours.to_owned(), metadata, memory)),
+            None => Err("the sender does not export this image".to_owned()),
+        }
     }
 
     fn acknowledged(&mut self, stripe: u32, verdict: Verdict) {
@@ -476,7 +531,7 @@ impl<'a> Serving<'a> {
 
     /// Begins the next claimed stripe; false if there is none, or the memory is gone.
     fn begin(&mut self) -> Result<bool, TcpError> {
-        let Some((stripe, _)) = self.serve.sending() else { return Ok(false) };
+        let Some((stripe, passed)) = self.serve.sending() else { return Ok(false) };
         if self.open.is_none() {
             *self.open = self.served.open();
         }
@@ -494,11 +549,16 @@ impl<'a> Serving<'a> {
                 Check::Xxh3(xxh3(open, payload, runs()).map_err(|e| self.unreadable(e))?)
             }
         };
-        self.sending = Some(Sending { check, payload, run: 0..0, runs: runs() });
+        // Nothing is left to send of a stripe that the receiver reads.
+        let sends = passed < stripe.bytes;
+        let left = if sends { runs() } else { Runs { each: Box::new(std::iter::empty()), ahead: None } };
+        self.sending = Some(Sending { check, payload, run: 0..0, runs: left });
         self.unacknowledged += 1;
         self.conn.stage = Stage::Data;
-        if stripe.bytes > 0 {
+        if sends {
             self.out.extend(self.serve.data(stripe.bytes).map_err(|e| self.conn.wire(e))?);
+        } else {
+            self.served.read.fetch_add(stripe.bytes.into(), Ordering::Relaxed);
         }
         Ok(true)
     }

@@ -1,9 +1,9 @@
 //! A transfer as seen from outside, at any time.
 
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use windlass_core::wire::control::Brought;
 use windlass_core::wire::{Progress, Stage};
 
@@ -20,6 +20,8 @@ pub struct Watch {
     bad: AtomicU32,
     lost: AtomicU32,
     relays_lost: AtomicU32,
+    read: AtomicU64,
+    unread: Mutex<Option<String>>,
     sources: Mutex<Vec<Supply>>,
 }
 
@@ -50,6 +52,8 @@ pub struct Seen {
     pub lost: u32,
     /// Relays that could not be reached, failed or lied.
     pub relays_lost: u32,
+    /// Those of the bytes received that were read from the sender's memory.
+    pub bytes_read: u64,
 }
 
 impl Watch {
@@ -67,12 +71,13 @@ impl Watch {
             bad: self.bad.load(Ordering::Relaxed),
             lost: self.lost.load(Ordering::Relaxed),
             relays_lost: self.relays_lost.load(Ordering::Relaxed),
+            bytes_read: self.read.load(Ordering::Relaxed),
         }
     }
 
     /// Who brought how much so far.
     pub fn brought(&self) -> Vec<Brought> {
-        let sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        let sources = self.sources.lock();
         let told = |s: &Supply| {
             // A single stripe comes in no time.
             let time = s.last.duration_since(s.first).max(Duration::from_millis(1));
@@ -81,13 +86,27 @@ impl Watch {
         sources.iter().map(told).collect()
     }
 
+    /// Why the sender's memory is not read, although it was to be.
+    pub fn unread(&self) -> Option<String> {
+        self.unread.lock().clone()
+    }
+
+    pub(super) fn cannot_read(&self, why: &str) {
+        self.unread.lock().get_or_insert_with(|| why.to_owned());
+    }
+
+    pub(super) fn read(&self, bytes: u64) {
+        self.read.fetch_add(bytes, Ordering::Relaxed);
+        self.received(bytes);
+    }
+
     pub(super) fn relay_lost(&self) {
         self.relays_lost.fetch_add(1, Ordering::Relaxed);
     }
 
     /// A stripe that was asked for at `since` has come, from a relay of this name or from the publisher.
     pub(super) fn supplied(&self, by: Option<&str>, bytes: u64, since: Instant) {
-        let mut sources = self.sources.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut sources = self.sources.lock();
         let last = Instant::now();
         match sources.iter_mut().find(|s| s.by.as_deref() == by) {
             Some(source) => {
@@ -103,11 +122,13 @@ impl Watch {
         self.stage.fetch_max(stage as u8, Ordering::Relaxed);
     }
 
-    pub(super) fn received(&self, bytes: u64) {
+    /// Counts payload bytes that have come.
+    pub fn received(&self, bytes: u64) {
         self.bytes.fetch_add(bytes, Ordering::Relaxed);
     }
 
-    pub(super) fn show(&self, progress: &Progress) {
+    /// Takes over how far the transfer is.
+    pub fn show(&self, progress: &Progress) {
         self.bytes_done.store(progress.bytes_done, Ordering::Relaxed);
         self.bytes_total.store(progress.bytes, Ordering::Relaxed);
         self.stripes_done.store(progress.stripes_done, Ordering::Relaxed);

@@ -1,11 +1,13 @@
 //! Answers of a hostile or broken publisher: each is a named error, without a panic or an allocation of what it claims,
 //! and the version that engines read stays.
 
+use parking_lot::Mutex;
+
 use crate::plane;
 use std::collections::BTreeMap;
 use std::net::TcpListener;
 use std::num::NonZeroU16;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::plane::child::quick_pull;
@@ -44,9 +46,9 @@ impl Liar {
     }
 
     fn honest(&self) {
-        *self.info.lock().unwrap() = None;
-        *self.ticket.lock().unwrap() = None;
-        *self.manifest.lock().unwrap() = None;
+        *self.info.lock() = None;
+        *self.ticket.lock() = None;
+        *self.manifest.lock() = None;
     }
 }
 
@@ -61,21 +63,21 @@ impl Control for Liar {
         stop: &Stop,
     ) -> Result<VersionInfo, ControlError> {
         let mut info = Control::version(&**self.server(), seen, stop)?;
-        self.info.lock().unwrap().iter().for_each(|twist| twist(&mut info));
+        self.info.lock().iter().for_each(|twist| twist(&mut info));
         Ok(info)
     }
 
     fn age(&self, _: &Stop) -> Result<Option<Age>, ControlError> {
-        Ok(*self.age.lock().unwrap())
+        Ok(*self.age.lock())
     }
 
     fn manifest(&self, stop: &Stop) -> Result<Manifest, ControlError> {
-        let twisted = self.manifest.lock().unwrap().clone();
+        let twisted = self.manifest.lock().clone();
         twisted.map_or_else(|| Control::manifest(&**self.server(), stop), Ok)
     }
 
     fn sums(&self, identity: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
-        let twisted = self.sums.lock().unwrap().clone();
+        let twisted = self.sums.lock().clone();
         twisted.map_or_else(|| Control::sums(&**self.server(), identity, stop), Ok)
     }
 
@@ -86,7 +88,7 @@ impl Control for Liar {
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
         let mut answer = Control::request(&**self.server(), request, stop)?;
         if let TransferAnswer::Granted(granted) = &mut answer {
-            self.ticket.lock().unwrap().iter().for_each(|twist| twist(&mut granted.ticket));
+            self.ticket.lock().iter().for_each(|twist| twist(&mut granted.ticket));
         }
         Ok(answer)
     }
@@ -124,7 +126,7 @@ fn scene(mode: RequestMode, allow: Option<Vec<Host>>) -> Scene {
 impl Scene {
     /// Syncs with a changed ticket. The old version must still be there.
     fn refuses(&mut self, twist: impl Fn(&mut TicketFields) + Send + Sync + 'static) -> ReceiverError {
-        *self.liar.ticket.lock().unwrap() = Some(Box::new(twist));
+        *self.liar.ticket.lock() = Some(Box::new(twist));
         let start = Instant::now();
         let error = self.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
         assert!(start.elapsed() < Duration::from_secs(9), "refused, not timed out: {error}");
@@ -274,7 +276,7 @@ fn garbage_on_the_data_port_is_a_named_error() {
 #[test]
 fn another_model_or_layout_than_announced_does_not_cost_the_image() {
     let mut scene = scene(RequestMode::Auto, None);
-    let twist = |scene: &Scene, twist: Twist<VersionInfo>| *scene.liar.info.lock().unwrap() = Some(twist);
+    let twist = |scene: &Scene, twist: Twist<VersionInfo>| *scene.liar.info.lock() = Some(twist);
     twist(&scene, Box::new(|i| i.model_id = ModelId::new("critic").unwrap()));
     let error = scene.refuses(|_| {});
     assert!(matches!(error, ReceiverError::OtherModel { .. }), "{error}");
@@ -283,7 +285,7 @@ fn another_model_or_layout_than_announced_does_not_cost_the_image() {
     let error = scene.refuses(|_| {});
     assert!(matches!(error, ReceiverError::OtherLayout { .. }), "{error}");
     let huge = TensorSpec::new("w", Dtype::U8, [1 << 40]);
-    *scene.liar.manifest.lock().unwrap() = Some(Manifest::new([huge], BTreeMap::new()).unwrap());
+    *scene.liar.manifest.lock() = Some(Manifest::new([huge], BTreeMap::new()).unwrap());
     let error = scene.refuses(|_| {});
     says(&error, "announces 0303");
     twist(&scene, Box::new(|i| i.version = None));
@@ -302,7 +304,7 @@ fn a_life_with_a_lower_number_is_followed_only_if_it_began_later() {
     let followed = Instant::now();
     let real = scene.publisher.server().region().incarnation();
     let lower = Incarnation(7);
-    let say = |scene: &Scene, age| *scene.liar.age.lock().unwrap() = age;
+    let say = |scene: &Scene, age| *scene.liar.age.lock() = age;
     let told = |scene: &mut Scene, age, wanted: &str| {
         say(scene, age);
         let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
@@ -314,7 +316,7 @@ fn a_life_with_a_lower_number_is_followed_only_if_it_began_later() {
         };
         assert_eq!(found, wanted, "{age:?}");
     };
-    *scene.liar.info.lock().unwrap() = Some(Box::new(move |i| i.incarnation = lower));
+    *scene.liar.info.lock() = Some(Box::new(move |i| i.incarnation = lower));
     told(&mut scene, None, "old");
     told(&mut scene, Some(Age { incarnation: lower, ms: 60_000 }), "old");
     told(&mut scene, Some(Age { incarnation: lower, ms: u64::MAX }), "old");
@@ -324,14 +326,14 @@ fn a_life_with_a_lower_number_is_followed_only_if_it_began_later() {
     }
     told(&mut scene, Some(Age { incarnation: lower, ms: 0 }), "followed");
     // Now the number of the life before is the greater one, and still nobody goes back to it.
-    *scene.liar.info.lock().unwrap() = None;
+    *scene.liar.info.lock() = None;
     for age in [None, Some(Age { incarnation: real, ms: 60_000 })] {
         say(&scene, age);
         let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
         assert!(matches!(error, ReceiverError::OldLife { theirs, .. } if theirs == real), "{error}");
     }
     // A greater number than all is a newer life, whatever is known of its age.
-    *scene.liar.info.lock().unwrap() = Some(Box::new(move |i| i.incarnation = Incarnation(real.0 + 1)));
+    *scene.liar.info.lock() = Some(Box::new(move |i| i.incarnation = Incarnation(real.0 + 1)));
     let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
     assert!(matches!(error, ReceiverError::NewLife { now, .. } if now == real), "{error}");
 }
@@ -343,8 +345,8 @@ fn a_manifest_larger_than_memory_is_refused_for_want_of_room() {
     publisher.publish(1);
     let liar = Arc::new(Liar { server: Some(publisher.server()), ..Liar::default() });
     let (layout, cuts) = (huge().layout_hash(), huge().cuts_hash());
-    *liar.info.lock().unwrap() = Some(Box::new(move |i| (i.layout_hash, i.cuts_hash) = (layout, cuts)));
-    *liar.manifest.lock().unwrap() = Some(huge());
+    *liar.info.lock() = Some(Box::new(move |i| (i.layout_hash, i.cuts_hash) = (layout, cuts)));
+    *liar.manifest.lock() = Some(huge());
     let home = shm();
     let config = receiver_config(home.path().join("image"), RequestMode::Auto);
     let mut receiver = Receiver::open(config, Arc::clone(&liar) as Arc<dyn Control>, None, &stop()).unwrap();
@@ -380,7 +382,7 @@ fn sums_that_are_lies_cost_a_fetch_and_nothing_else() {
 #[test]
 fn a_wrong_digest_in_a_ticket_hides_the_image_until_it_is_right() {
     let mut scene = scene(RequestMode::Auto, None);
-    *scene.liar.ticket.lock().unwrap() = Some(Box::new(|t| t.digest = StateDigest([5; 16])));
+    *scene.liar.ticket.lock() = Some(Box::new(|t| t.digest = StateDigest([5; 16])));
     let error = scene.receiver.sync(&Stop::after(Duration::from_secs(10))).unwrap_err();
     assert_eq!(error.kind(), Kind::Corrupt, "{error}");
     assert!(scene.receiver.current().is_none(), "nothing that is not proved is shown");

@@ -4,7 +4,9 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Weak};
+
+use parking_lot::Mutex;
 
 use crate::authority::{Authority, store};
 use windlass_core::address::Token;
@@ -19,8 +21,9 @@ use windlass_core::wire::control::{
 use windlass_data::conformance::{LinkUnderTest, MemoryEngine, region_dir};
 use windlass_data::receiver::{Control, ControlError};
 use windlass_data::roles::{
-    ControlPlane, EngineConfig, PublisherConfig, Reachable, RoleError, ShmTransferStrategy,
-    TcpTransferStrategy, WeightTransferReceiver, WeightTransferSender, WeightTransferStrategy,
+    ControlPlane, EngineConfig, NixlTransferStrategy, PublisherConfig, Reachable, RoleError,
+    ShmTransferStrategy, TcpTransferStrategy, WeightTransferReceiver, WeightTransferSender,
+    WeightTransferStrategy,
 };
 use windlass_data::serve::Server;
 use windlass_data::stop::Stop;
@@ -29,6 +32,8 @@ use windlass_data::tls::{Certificate, Privacy, Trust};
 windlass_data::link_conformance!(tcp, super::Tcp);
 windlass_data::link_conformance!(tls, super::Tls::new());
 windlass_data::link_conformance!(shm, super::Shm);
+windlass_data::link_conformance!(nixl_over_tcp, super::Nixl::new(super::NIXL_TCP));
+windlass_data::link_conformance!(nixl_over_shm, super::Nixl::new(super::NIXL_SHM));
 windlass_data::loader_conformance!(memory_engine_over_tcp, super::Tcp, super::MemoryEngine::default());
 windlass_data::loader_conformance!(memory_engine_over_shm, super::Shm, super::MemoryEngine::default());
 
@@ -40,7 +45,7 @@ impl LinkUnderTest for Tcp {
     }
 
     fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
-        let plane = OneProcess { damage: Some(Arc::default()), ..OneProcess::default() };
+        let plane = OneProcess { damage: Some((30_000, Arc::default())), ..OneProcess::default() };
         Some(Arc::new(TcpTransferStrategy::new(Arc::new(plane))))
     }
 }
@@ -64,7 +69,7 @@ impl Tls {
     }
 
     fn over(&self, damage: bool) -> Arc<dyn WeightTransferStrategy> {
-        let damage = damage.then(|| Arc::clone(&self.flipped));
+        let damage = damage.then(|| (30_000, Arc::clone(&self.flipped)));
         let plane = OneProcess { damage, privacy: self.privacy.clone(), ..OneProcess::default() };
         let tcp = TcpTransferStrategy::new(Arc::new(plane));
         Arc::new(Certified { tcp, certificate: self.certificate.clone() })
@@ -115,6 +120,48 @@ impl WeightTransferStrategy for Certified {
     }
 }
 
+/// UCX by its TCP alone.
+const NIXL_TCP: &[(&str, &str)] = &[("engine_config", "TLS=tcp")];
+/// UCX by shared memory alone, which cannot tell of a peer's death.
+const NIXL_SHM: &[(&str, &str)] = &[("engine_config", "TLS=shm"), ("ucx_error_handling_mode", "none")];
+
+/// NIXL with these parameters.
+struct Nixl {
+    params: &'static [(&'static str, &'static str)],
+    flipped: Arc<AtomicBool>,
+}
+
+impl Nixl {
+    fn new(params: &'static [(&'static str, &'static str)]) -> Nixl {
+        Nixl { params, flipped: Arc::default() }
+    }
+
+    fn over(&self, plane: OneProcess) -> Arc<dyn WeightTransferStrategy> {
+        let config = windlass_data::conformance::nixl(self.params).unwrap();
+        Arc::new(NixlTransferStrategy::new(Arc::new(plane), config))
+    }
+}
+
+impl LinkUnderTest for Nixl {
+    fn strategy(&self, _: &Path) -> Arc<dyn WeightTransferStrategy> {
+        self.over(OneProcess::default())
+    }
+
+    fn missing(&self) -> Option<String> {
+        windlass_data::conformance::nixl(self.params).err()
+    }
+
+    fn damaged(&self) -> Option<bool> {
+        Some(self.flipped.load(Ordering::SeqCst))
+    }
+
+    /// What a stream carries besides reads is hashes: a flipped bit among them makes right bytes look wrong.
+    fn damaging(&self, _: &Path) -> Option<Arc<dyn WeightTransferStrategy>> {
+        let damage = Some((800, Arc::clone(&self.flipped)));
+        Some(self.over(OneProcess { damage, ..OneProcess::default() }))
+    }
+}
+
 struct Shm;
 
 impl LinkUnderTest for Shm {
@@ -135,14 +182,14 @@ impl LinkUnderTest for Shm {
 #[derive(Clone, Default)]
 struct OneProcess {
     server: Arc<Mutex<Weak<Server>>>,
-    /// Data goes through a wire that flips a bit, and says here when it has.
-    damage: Option<Arc<AtomicBool>>,
+    /// Data goes through a wire that flips a bit of this byte of a stream, and says here when it has.
+    damage: Option<(usize, Arc<AtomicBool>)>,
     privacy: Privacy,
 }
 
 impl OneProcess {
     fn server(&self) -> Result<Arc<Server>, ControlError> {
-        self.server.lock().unwrap().upgrade().ok_or_else(|| ControlError::Lost {
+        self.server.lock().upgrade().ok_or_else(|| ControlError::Lost {
             peer: self.peer(),
             what: "ask",
             why: "it is gone".into(),
@@ -153,7 +200,7 @@ impl OneProcess {
 
 impl ControlPlane for OneProcess {
     fn serve(&self, server: &Arc<Server>) -> Result<Reachable, ControlError> {
-        *self.server.lock().unwrap() = Arc::downgrade(server);
+        *self.server.lock() = Arc::downgrade(server);
         let endpoint = format!("http://{}", server.data_endpoint()).parse().unwrap();
         let (token, model) =
             (Token::new("not-used-in-one-process").unwrap(), server.region().model_id().clone());
@@ -197,10 +244,10 @@ impl Control for OneProcess {
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
         let mut answer = Control::request(&*self.server()?, request, stop)?;
-        if let (Some(flipped), TransferAnswer::Granted(granted)) = (&self.damage, &mut answer) {
+        if let (Some((at, flipped)), TransferAnswer::Granted(granted)) = (&self.damage, &mut answer) {
             for source in &mut granted.ticket.sources {
                 let upstream = source.endpoint.to_string().parse().unwrap();
-                source.endpoint = bad_wire(upstream, Arc::clone(flipped)).to_string().parse().unwrap();
+                source.endpoint = bad_wire(upstream, *at, Arc::clone(flipped)).to_string().parse().unwrap();
             }
         }
         Ok(answer)
@@ -211,9 +258,8 @@ impl Control for OneProcess {
     }
 }
 
-/// Forwards connections, and flips one bit well inside the first payload, once for all who share `flipped`.
-fn bad_wire(upstream: SocketAddr, flipped: Arc<AtomicBool>) -> SocketAddr {
-    const AT: usize = 30_000;
+/// Forwards connections, and flips one bit of byte `at` from a sender, once for all who share `flipped`.
+fn bad_wire(upstream: SocketAddr, at: usize, flipped: Arc<AtomicBool>) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     std::thread::spawn(move || {
@@ -223,7 +269,7 @@ fn bad_wire(upstream: SocketAddr, flipped: Arc<AtomicBool>) -> SocketAddr {
             std::thread::spawn(move || forward(client, to_server, |_, _| {}));
             let flipped = Arc::clone(&flipped);
             let damage = move |seen: usize, bytes: &mut [u8]| {
-                if let Some(byte) = AT.checked_sub(seen).and_then(|at| bytes.get_mut(at))
+                if let Some(byte) = at.checked_sub(seen).and_then(|at| bytes.get_mut(at))
                     && !flipped.swap(true, Ordering::SeqCst)
                 {
                     *byte ^= 1;

@@ -46,6 +46,7 @@ fn ticket(server: &Server) -> Ticket {
         version: None,
         layout_hash: None,
         wanted: None,
+        keeps: None,
         streams: None,
         timeout_ms: None,
         relay: None,
@@ -66,7 +67,8 @@ fn an_image_cannot_be_leased_while_it_is_open() {
     let (publisher, known) = published();
     let dir = shm();
     let mut image =
-        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), &Stop::never()).unwrap();
+        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), None, &Stop::never())
+            .unwrap();
     let region = Arc::clone(image.region());
     let soon = || Stop::after(Duration::from_millis(20));
     let lease = |region| ImageView::take(region, Duration::from_secs(5), &soon());
@@ -113,7 +115,8 @@ fn a_refresh_with_a_missing_block_does_not_finish() {
     let (publisher, known) = published();
     let dir = shm();
     let mut image =
-        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), &Stop::never()).unwrap();
+        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), None, &Stop::never())
+            .unwrap();
     let blocks = image.manifest().cuts().blocks();
     let refresh = image.refresh(&stop()).unwrap();
     let Err(ImageError::Incomplete { left, first, .. }) = refresh.finish(&known, &stop()) else {
@@ -135,7 +138,8 @@ fn a_broken_refresh_keeps_what_landed() {
     let (publisher, known) = published();
     let dir = shm();
     let mut image =
-        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), &Stop::never()).unwrap();
+        Image::create(spec(dir.path()), Arc::clone(publisher.region.manifest()), None, &Stop::never())
+            .unwrap();
     let refresh = image.refresh(&stop()).unwrap();
     let ticket = ticket(&publisher.server());
     pull_into(&refresh, &ticket).unwrap();
@@ -177,7 +181,7 @@ fn an_image_is_opened_by_one_receiver_at_a_time() {
     assert!(matches!(error, ImageError::Taken { pid, .. } if pid == std::process::id()), "{error}");
     // Another model beside it has a lock of its own.
     let beside = ImageSpec { dir: dir.path().join("verifier"), ..spec(dir.path()) };
-    let made = Image::create(beside.clone(), Arc::clone(publisher.region.manifest()), &stop()).unwrap();
+    let made = Image::create(beside.clone(), Arc::clone(publisher.region.manifest()), None, &stop()).unwrap();
     assert!(matches!(Image::open(beside, &stop()).unwrap_err(), ImageError::Taken { .. }));
     drop(made);
     drop(first);

@@ -1,8 +1,10 @@
 //! Several of everything: versions during a pull, holders of parts, receivers at once.
 
+use parking_lot::Mutex;
+
 use crate::plane;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use crate::plane::child::{quick_pull, quick_server};
@@ -44,7 +46,7 @@ fn a_joiner_converges_while_the_publisher_steps_four_times_in_a_pull() {
     let heard = Arc::clone(&laps);
     let listener = move |event: &Event| {
         if let Event::Lapped { missing, .. } = event {
-            heard.lock().unwrap().push(*missing);
+            heard.lock().push(*missing);
         }
     };
     let mut config = receiver_config(dir.path().join("image"), RequestMode::Auto);
@@ -76,7 +78,7 @@ fn a_joiner_converges_while_the_publisher_steps_four_times_in_a_pull() {
         (synced, trainer.join().unwrap())
     });
     let synced = synced.unwrap();
-    let missing = laps.lock().unwrap().clone();
+    let missing = laps.lock().clone();
     assert!(synced.laps >= 1 && missing.is_sorted_by(|a, b| a > b), "{synced:?} {missing:?}");
     assert!(newest >= 4, "the publisher went on meanwhile: {newest}");
     assert_eq!(synced.mode, "fuzzy");
@@ -142,7 +144,7 @@ impl Holder {
             why: "connection refused".into(),
             kind: Kind::PeerLost,
         };
-        self.0.lock().unwrap().clone().ok_or_else(away)
+        self.0.lock().clone().ok_or_else(away)
     }
 }
 
@@ -196,7 +198,7 @@ impl Nodes {
     }
 
     fn lose_second(&mut self) {
-        *self.holder.0.lock().unwrap() = None;
+        *self.holder.0.lock() = None;
         self.second.server = None;
     }
 
@@ -213,7 +215,7 @@ impl Nodes {
         self.lose_second();
         let server = Arc::new(Server::start(Arc::clone(&self.second.region), quick_server()).unwrap());
         self.second.server = Some(Arc::clone(&server));
-        *self.holder.0.lock().unwrap() = Some(server);
+        *self.holder.0.lock() = Some(server);
     }
 }
 
@@ -381,6 +383,7 @@ fn many_receivers_at_once_get_one_version_under_one_lease() {
             version: None,
             layout_hash: None,
             wanted: None,
+            keeps: None,
             streams: None,
             timeout_ms: None,
             relay: None,

@@ -7,7 +7,7 @@ use clap::{Args, Subcommand};
 use windlass_core::identity::ModelId;
 use windlass_core::wire::{DEFAULT_STREAMS, MAX_STREAMS};
 
-use super::service::parse_seconds;
+use super::service::{NixlLibrary, parse_seconds};
 use super::{Threads, Work, done, parse_count, parse_percent};
 use crate::console::Session;
 use crate::error::Error;
@@ -30,6 +30,8 @@ pub(super) enum ParsedBench {
     Load(ParsedPlane),
     /// A full image over loopback, with and without verification, against bare sendfile and recv
     Tcp(ParsedTcp),
+    /// A full image by one-sided reads of NIXL, against a bare loop of them and TCP
+    Nixl(ParsedNixlBench),
     /// A sync by delta, from commit to the receiver's image, against encoding, sending and applying alone
     Sync(ParsedPlane),
     /// One version to 1, 2, 4, 8 and 16 receivers at once, against the link's bandwidth
@@ -149,6 +151,14 @@ pub(super) struct ParsedTcp {
 }
 
 #[derive(Debug, Args)]
+pub(super) struct ParsedNixlBench {
+    #[command(flatten)]
+    plane: ParsedPlane,
+    #[command(flatten)]
+    library: NixlLibrary,
+}
+
+#[derive(Debug, Args)]
 pub(super) struct ParsedPlane {
     /// Elements of the synthetic bf16 model; accepts the suffixes k, M, G, Ki, Mi and Gi [default: 128Mi; fanout: 32Mi]
     #[arg(long, value_parser = parse_count, value_name = "N", conflicts_with = "model_bytes")]
@@ -253,6 +263,10 @@ impl ParsedBench {
             ParsedBench::Load(plane) => plane.work(ELEMENTS, bench::load::run)?,
             ParsedBench::Tcp(ParsedTcp { plane, tls }) => {
                 plane.work(ELEMENTS, move |config, s| bench::tcp::run(config, tls, s))?
+            }
+            ParsedBench::Nixl(ParsedNixlBench { plane, library }) => {
+                let nixl = library.check()?;
+                plane.work(ELEMENTS, move |config, s| bench::nixl::run(config, &nixl, s))?
             }
             ParsedBench::Sync(plane) => plane.work(ELEMENTS, bench::sync::run)?,
             ParsedBench::Fanout(plane) => plane.work(ELEMENTS / 4, bench::fanout::run)?,

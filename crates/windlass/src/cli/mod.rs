@@ -138,7 +138,7 @@ enum ParsedCommand {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
         words: Vec<OsString>,
     },
-    /// Remove regions and images that dead processes left behind
+    /// Remove regions and images that dead processes left behind, or objects that killed publishers left in a store
     ///
     /// Searches below DIR at any depth, but follows no links and enters no other file system. A directory is removed with all
     /// its contents, unless a Windlass process has it open. With --dry-run, the command only lists such directories. Programs
@@ -313,10 +313,7 @@ impl ParsedCommand {
                 let receive = receive.check()?;
                 done(move |s| receive.run(s))
             }
-            ParsedCommand::Gc(gc) => {
-                let gc = gc.check();
-                done(move |s| gc.run(s))
-            }
+            ParsedCommand::Gc(gc) => gc.check()?,
             ParsedCommand::Guard => done(engines::guard::child),
             #[cfg(feature = "lab")]
             ParsedCommand::Bench(bench) => bench.check()?,
@@ -383,7 +380,7 @@ pub fn main_from(arguments: impl IntoIterator<Item = impl Into<OsString>>) -> u8
     };
     let parsed = match Parsed::try_parse_from(&completed.arguments) {
         Ok(parsed) => parsed,
-        Err(e) => return explain(&e, completed.note().as_deref(), json),
+        Err(e) => return explain(&e, completed.note.as_deref(), json),
     };
     let run = || -> Result<u8, Error> {
         if parsed.command.logs() {

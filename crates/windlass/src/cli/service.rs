@@ -2,14 +2,18 @@
 
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use windlass_core::address::{Host, Token};
+use windlass_core::address::{AddressError, Host, StoreUrl, Token};
 use windlass_core::barrier::ReceiverId;
 use windlass_core::identity::ModelId;
+use windlass_core::slice::Selection;
+use windlass_core::store::{AnchorPolicy, Retention};
 use windlass_core::wire::MAX_STREAMS;
 use windlass_core::wire::control::RequestMode;
+use windlass_data::nixl;
 use windlass_data::private::Readers;
 use windlass_data::receiver::RelayConfig;
 use windlass_data::tls::Trust;
@@ -21,10 +25,13 @@ use crate::service::disk::Pattern;
 use crate::service::disk::as_dir::AsDir;
 use crate::service::engines::prove::Prove;
 use crate::service::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
+use crate::service::nixl::{Nixl, When};
 use crate::service::receive::{Controlled, Publisher, Receive};
+use crate::service::store::publish::StoreOptions;
 use crate::service::tls;
 use crate::service::token;
 use crate::tools::gc::Gc;
+use crate::tools::orphans::Orphans;
 use crate::tools::verify::Verify;
 
 /// The default directory for regions and images.
@@ -74,6 +81,8 @@ pub(super) struct ParsedAgent {
     server: ServerTls,
     #[command(flatten)]
     client: ClientTls,
+    #[command(flatten)]
+    store: ParsedStore,
     /// How long to wait for the trainer to create the region, in seconds
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(0..=86_400), value_name = "S")]
     wait: u64,
@@ -85,6 +94,96 @@ pub(super) struct ParsedAgent {
     again: Option<(u16, u16)>,
     #[command(flatten)]
     threads: Threads,
+    #[command(flatten)]
+    nixl: ParsedNixl,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Store: uploading versions to S3, GCS, Azure or a shared disk")]
+struct ParsedStore {
+    /// Where to upload each sealed version, below a folder named after the model: s3://BUCKET/RUN, gs://BUCKET/RUN,
+    /// az://CONTAINER/RUN or file:///DIRECTORY. Credentials come from the environment
+    #[arg(long, value_name = "URL")]
+    store: Option<StoreUrl>,
+    /// Upload a full image after this many versions at the latest; and whenever the deltas since the last one have more bytes
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=2048), value_name = "N", requires = "store")]
+    store_anchor_every: u32,
+    #[command(flatten)]
+    keep: ParsedRetention,
+    /// Upload at most this many bytes per second [default: as fast as possible]
+    #[arg(long, value_parser = parse_count, value_name = "BYTES", requires = "store")]
+    store_bandwidth: Option<u64>,
+    /// Bytes of a part of a full image
+    #[arg(long, default_value = "32Mi", value_parser = parse_part, value_name = "BYTES", requires = "store")]
+    store_part_bytes: u64,
+    /// How many parts to upload at once
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=64), value_name = "N", requires = "store")]
+    store_streams: u8,
+}
+
+/// How many versions a store keeps.
+#[derive(Debug, Args)]
+struct ParsedRetention {
+    /// Keep at most this many versions in the store [default: all]
+    #[arg(long = "store-keep", value_parser = clap::value_parser!(u64).range(1..), value_name = "N")]
+    count: Option<u64>,
+    /// Remove versions from the store that are older than this many hours [default: never]
+    #[arg(long = "store-keep-hours", value_parser = parse_hours, value_name = "H")]
+    hours: Option<u64>,
+    /// Remove the oldest versions from the store beyond this many bytes of all [default: never]
+    #[arg(long = "store-keep-bytes", value_parser = parse_count, value_name = "BYTES")]
+    bytes: Option<u64>,
+}
+
+impl ParsedRetention {
+    fn limits(&self) -> Retention {
+        Retention { count: self.count, age_ms: self.hours, bytes: self.bytes }
+    }
+}
+
+impl ParsedStore {
+    fn check(self) -> Result<Option<StoreOptions>, Error> {
+        let keep = self.keep.limits();
+        let Some(url) = self.store else {
+            if keep != Retention::default() {
+                return Err(Error::Usage(
+                    "--store-keep, --store-keep-hours and --store-keep-bytes need --store".into(),
+                ));
+            }
+            return Ok(None);
+        };
+        Ok(Some(StoreOptions {
+            url,
+            anchor: AnchorPolicy { every: self.store_anchor_every },
+            keep,
+            bandwidth: self.store_bandwidth,
+            part_bytes: self.store_part_bytes,
+            streams: self.store_streams.into(),
+        }))
+    }
+}
+
+/// The length of a part: the largest block must fit, and an answer that has it.
+fn parse_part(text: &str) -> Result<u64, String> {
+    let bytes = parse_count(text)?;
+    let fits = (MIN_PART..=MAX_PART).contains(&bytes);
+    if fits { Ok(bytes) } else { Err(format!("{bytes} is not between {MIN_PART} and {MAX_PART}")) }
+}
+
+/// The bounds of a part; S3 takes no smaller part of a multipart upload than 5 MiB.
+const MIN_PART: u64 = 5 << 20;
+const MAX_PART: u64 = 128 << 20;
+
+/// A number of hours.
+fn parse_age(text: &str) -> Result<f64, String> {
+    let hours = text.parse::<f64>().ok().filter(|h| (0.0..1e6).contains(h));
+    hours.ok_or_else(|| format!("{text:?} is not a number of hours"))
+}
+
+/// A positive number of hours, as milliseconds.
+fn parse_hours(text: &str) -> Result<u64, String> {
+    let hours = text.parse::<f64>().ok().filter(|h| *h > 0.0 && *h < 1e6);
+    hours.map(|h| (h * 3_600_000.0) as u64).ok_or_else(|| format!("{text:?} is not a number of hours"))
 }
 
 #[derive(Debug, Args)]
@@ -93,6 +192,56 @@ pub(super) struct TokenArgs {
     /// WINDLASS_TOKEN, else the file of the service itself]
     #[arg(long, value_name = "FILE")]
     pub(super) token_file: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, Debug, ValueEnum)]
+enum ParsedWhen {
+    Off,
+    Auto,
+    On,
+}
+
+#[derive(Debug, Args)]
+#[command(next_help_heading = "NIXL: images read from memory, for hosts with RDMA")]
+pub(super) struct ParsedNixl {
+    /// Whether receivers read full images from the agent's memory by NIXL, which does not encrypt. Both ends need it; `auto`
+    /// takes it where this host has the library and an RDMA device
+    #[arg(long, value_enum, default_value = "off", value_name = "WHEN")]
+    nixl: ParsedWhen,
+    #[command(flatten)]
+    library: NixlLibrary,
+}
+
+#[derive(Debug, Args)]
+pub(super) struct NixlLibrary {
+    /// libnixl_capi.so, or the directory of Python packages with nixl-cu12 [default: that of the active Python environment]
+    #[arg(long, value_name = "PATH")]
+    nixl_library: Option<PathBuf>,
+    /// Parameter of NIXL's UCX plugin, such as engine_config=TLS=tcp; repeatable
+    #[arg(long = "nixl-param", value_name = "NAME=VALUE")]
+    nixl_params: Vec<String>,
+}
+
+impl NixlLibrary {
+    pub(super) fn check(self) -> Result<nixl::Config, Error> {
+        let param = |text: String| match text.split_once('=') {
+            Some((name, value)) if !name.is_empty() => Ok((name.to_owned(), value.to_owned())),
+            Some(_) | None => Err(Error::Usage(format!("--nixl-param {text}: give it as NAME=VALUE"))),
+        };
+        let params = self.nixl_params.into_iter().map(param).collect::<Result<_, _>>()?;
+        Ok(nixl::Config { library: self.nixl_library, params })
+    }
+}
+
+impl ParsedNixl {
+    fn check(self) -> Result<Nixl, Error> {
+        let when = match self.nixl {
+            ParsedWhen::Off => When::Off,
+            ParsedWhen::Auto => When::Auto,
+            ParsedWhen::On => When::On,
+        };
+        Ok(Nixl { when, config: self.library.check()? })
+    }
 }
 
 /// The certificate of a server.
@@ -157,12 +306,14 @@ impl ParsedAgent {
             history_bytes: self.history_bytes,
             check_every: self.check_every,
             relay_from: self.relay_from,
+            nixl: self.nixl.check()?,
             threads: self.threads.count(),
             streams: self.streams,
             timeout: Duration::from_secs(self.timeout),
             peers: self.peers,
             trust: self.client.trust()?,
             tls: self.server.files(),
+            store: self.store.check()?,
             wait: Duration::from_secs(self.wait),
             with_parent: self.with_parent,
             again: self.again,
@@ -183,9 +334,13 @@ enum ParsedMode {
 #[derive(Debug, Args)]
 #[command(group(clap::ArgGroup::new("publisher").required(true).multiple(true).args(["from", "region", "in_place", "controller"])))]
 pub(super) struct ParsedReceive {
-    /// A publisher's agent, such as http://10.0.0.5:7000; repeatable, one per model
+    /// A publisher's agent, such as http://10.0.0.5:7000, or a store: s3://BUCKET/RUN[/MODEL], gs://, az:// or
+    /// file:///DIRECTORY; repeatable, one per model
     #[arg(long, value_name = "URL")]
     from: Vec<String>,
+    /// Get this version from the store instead of following the newest, and exit
+    #[arg(long, value_name = "VERSION", requires = "from", conflicts_with_all = ["versions", "until", "controller", "region", "in_place"])]
+    version: Option<u64>,
     /// Region of a publisher on this host, which has the agent's address and token
     #[arg(long, value_name = "DIR")]
     region: Vec<PathBuf>,
@@ -209,6 +364,10 @@ pub(super) struct ParsedReceive {
     /// Directory for images; each model gets a subdirectory named after it
     #[arg(long, default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
+    /// File that names the part of the model to keep, in JSON: {"lm_head.weight": [[[0, 64000]]], "model.layers.0.*": [[]]}
+    /// [default: all of it]
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["in_place", "as_dir", "engines"])]
+    slice: Option<PathBuf>,
     /// Name of this receiver. With a controller it is the receiver's identity and must survive restarts [default: the host's name
     /// and the process ID; with a controller, the host's name and --dir]
     #[arg(long, value_name = "NAME")]
@@ -242,6 +401,8 @@ pub(super) struct ParsedReceive {
     relay: ParsedRelay,
     #[command(flatten)]
     threads: Threads,
+    #[command(flatten)]
+    nixl: ParsedNixl,
 }
 
 #[derive(Debug, Args)]
@@ -411,7 +572,20 @@ impl ParsedReceive {
         if let Some(file) = &self.token.token_file {
             token = Some(token::read_for(file, readers(self.group))?);
         }
+        let stores = self.from.iter().filter(|url| is_store(url)).count();
+        if let Some(url) = self.from.iter().find(|url| self.version.is_some() && !is_store(url)) {
+            return Err(Error::Usage(format!(
+                "--version is for a store, and {url} is an agent, which has its newest versions only: give --until, or a store"
+            )));
+        }
+        if stores > 0 && self.slice.is_some() {
+            return Err(Error::Usage("--slice is for agents; from a store, receive the whole model".into()));
+        }
         let remote = self.from.into_iter().map(|url| match &token {
+            _ if is_store(&url) => {
+                let url = url.parse().map_err(|e: AddressError| Error::Usage(format!("--from: {e}")))?;
+                Ok(Publisher::Store(url, self.version))
+            }
             Some(token) => Ok(Publisher::Endpoint(url, token.clone())),
             None => Err(Error::Usage(format!(
                 "{url} needs a token: give its file with --token-file, or set {}",
@@ -436,6 +610,12 @@ impl ParsedReceive {
             let why = "engines load one model from an image of their own: give one --from or --region with --engine";
             return Err(Error::Usage(format!("{why}, and run a receiver for each model")));
         }
+        let slice = self.slice.as_deref().map(read_slice).transpose()?;
+        if slice.is_some() && followed != 1 {
+            return Err(Error::Usage(format!(
+                "--slice is for one model, and {followed} are: run a receiver for each"
+            )));
+        }
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let pid = std::process::id();
         let unnamed = || if controlled { receiver_id(&host, &self.dir) } else { format!("{host}:{pid}") };
@@ -449,6 +629,7 @@ impl ParsedReceive {
             publishers,
             in_place: self.in_place,
             dir: self.dir,
+            slice,
             name,
             mode: match self.mode {
                 ParsedMode::Auto => RequestMode::Auto,
@@ -459,7 +640,7 @@ impl ParsedReceive {
             threads: self.threads.count(),
             timeout: Duration::from_secs(self.timeout),
             versions: self.versions,
-            until: self.until,
+            until: self.until.or(self.version),
             group: self.group,
             with_parent: self.with_parent,
             engines,
@@ -474,8 +655,21 @@ impl ParsedReceive {
             trust: self.client.trust()?,
             controller: controller.transpose()?,
             relay: self.relay.check()?,
+            nixl: self.nixl.check()?,
         })
     }
+}
+
+/// Whether a URL is that of a store. Agents have http:// and https://, or no scheme.
+fn is_store(url: &str) -> bool {
+    url.split_once("://").is_some_and(|(scheme, _)| scheme != "http" && scheme != "https")
+}
+
+/// The part of a model that a file names.
+fn read_slice(file: &Path) -> Result<Arc<Selection>, Error> {
+    let json = std::fs::read(file).map_err(Error::io("read", file))?;
+    let selection = Selection::from_json(&json);
+    selection.map(Arc::new).map_err(|e| Error::Usage(format!("--slice {}: {e}", file.display())))
 }
 
 /// The name of a receiver that has none: its host, and where it keeps its images, which no other does.
@@ -554,7 +748,8 @@ impl ParsedVerify {
 
 #[derive(Debug, Args)]
 pub(super) struct ParsedGc {
-    /// Directory to search for regions and images, or one of them
+    /// Directory to search for regions and images, or one of them; or the URL of a store, of which objects that no version needs
+    /// are removed
     #[arg(default_value = SHM, value_name = "DIR")]
     dir: PathBuf,
     /// List what would be removed, with sizes, and remove nothing
@@ -566,11 +761,25 @@ pub(super) struct ParsedGc {
     /// Also remove images of stopped receivers; a restarted receiver then fetches the full image again
     #[arg(long)]
     images: bool,
+    /// With a store: remove only objects written at least this many hours ago; a publisher that runs writes some before the
+    /// index that names them
+    #[arg(long, default_value_t = 24.0, value_parser = parse_age, value_name = "H")]
+    older_than: f64,
+    #[command(flatten)]
+    client: ClientTls,
 }
 
 impl ParsedGc {
-    pub(super) fn check(self) -> Gc {
-        Gc { dir: self.dir, dry_run: self.dry_run, yes: self.yes, images: self.images }
+    pub(super) fn check(self) -> Result<Work, Error> {
+        let (dry_run, yes) = (self.dry_run, self.yes);
+        if let Some(url) = self.dir.to_str().filter(|dir| dir.contains("://")) {
+            let url = url.parse().map_err(|e: AddressError| Error::Usage(e.to_string()))?;
+            let age = Duration::from_secs_f64(self.older_than * 3600.0);
+            let orphans = Orphans { url, dry_run, yes, age, trust: self.client.trust()? };
+            return Ok(done(move |s| orphans.run(s)));
+        }
+        let gc = Gc { dir: self.dir, dry_run, yes, images: self.images };
+        Ok(done(move |s| gc.run(s)))
     }
 }
 

@@ -4,8 +4,8 @@
 //! `demo`.
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Mutex;
 
+use parking_lot::Mutex;
 use windlass_core::Dtype;
 use windlass_core::delta::{Applier, Delta, Outcome, Tile};
 use windlass_core::digest::SumTable;
@@ -86,7 +86,7 @@ pub(crate) fn fill(
         || (),
         |(), i| {
             let block = tile(manifest, i as u32)?.block;
-            let mut bytes = lock(&blocks[i as usize])?;
+            let mut bytes = blocks[i as usize].lock();
             synth.fill(sources[block.tensor as usize], block.start, step, &mut bytes);
             progress.add(bytes.len() as u64);
             Ok::<(), Error>(())
@@ -121,7 +121,7 @@ pub(crate) fn apply(
     let states = work::each(threads, entries.len() as u64, cancel, state, |(applier, outcomes), i| {
         let record = delta.record(&entries[i as usize]);
         let tile = tile(manifest, record.block)?;
-        let mut bytes = lock(&blocks[record.block as usize])?;
+        let mut bytes = blocks[record.block as usize].lock();
         let outcome = applier.apply(kernels, &tile, &record, table.get(record.block), &mut bytes);
         match outcome.map_err(|e| Error::Bug(format!("a delta made here: {e}")))? {
             Outcome::Applied => outcomes.applied += 1,
@@ -147,8 +147,4 @@ fn split<'a>(manifest: &Manifest, image: &'a mut [u8]) -> Result<Vec<Mutex<&'a m
         blocks.push(Mutex::new(bytes));
     }
     Ok(blocks)
-}
-
-fn lock<'m, 'a>(block: &'m Mutex<&'a mut [u8]>) -> Result<std::sync::MutexGuard<'m, &'a mut [u8]>, Error> {
-    block.lock().map_err(|_| Error::Bug("a thread failed while it wrote a block".into()))
 }

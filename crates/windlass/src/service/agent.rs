@@ -35,18 +35,21 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
+use parking_lot::Mutex;
 use serde::Deserialize;
 use serde_json::json;
 use tokio::sync::watch;
 use windlass_core::address::{Host, HostPort, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Incarnation, Version};
+use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::TicketId;
 use windlass_core::wire::control::{
     BufferInfo, PartRequest, Registration, Relays, SharedTicket, TransferDone, TransferRequest, VersionInfo,
 };
 use windlass_data::history::Limits as HistoryLimits;
 use windlass_data::local::LocalServer;
+use windlass_data::nixl::Exporter;
 use windlass_data::region::{Region, RegionError};
 use windlass_data::seal::draft::Draft;
 use windlass_data::serve::{Peer, ServeError, Server, ServerConfig};
@@ -59,6 +62,8 @@ use crate::error::{Error, chain};
 use crate::service::agent_address::{self, AgentAddress};
 use crate::service::control::HttpControl;
 use crate::service::http::{self, Body, Failure, Limits, MAX_POLL, Params};
+use crate::service::nixl::Nixl;
+use crate::service::store::publish::{Figures, Publisher, StoreOptions};
 use crate::service::tls;
 use crate::service::token;
 
@@ -87,6 +92,8 @@ pub(crate) struct Agent {
     pub(crate) check_every: u64,
     /// From so many receivers on that can, they pass deltas on to each other, and images always; 0 for never.
     pub(crate) relay_from: usize,
+    /// Whether receivers may read images from memory.
+    pub(crate) nixl: Nixl,
     /// Threads of the sealer.
     pub(crate) threads: usize,
     /// Streams of a transfer.
@@ -99,6 +106,8 @@ pub(crate) struct Agent {
     pub(crate) tls: Option<(PathBuf, PathBuf)>,
     /// Authorities to trust for peers; by default the system's.
     pub(crate) trust: Option<Trust>,
+    /// Where what is sealed is uploaded, and how.
+    pub(crate) store: Option<StoreOptions>,
     /// How long to wait for the region to be made.
     pub(crate) wait: Duration,
     /// End when standard input ends: the parent is gone.
@@ -125,6 +134,7 @@ impl Agent {
                  --tls-cert, too, and name it with https://"
             )));
         }
+        let nixl = self.nixl.exporter(certificate.is_some())?;
         if self.with_parent {
             // Before anything is waited for: a parent may die while the region is not there yet.
             let cancel = session.cancel().clone();
@@ -133,8 +143,8 @@ impl Agent {
         let (mut wait, mut again) = (Some(self.wait), self.again);
         loop {
             let region = self.open(wait.take(), session)?;
-            let Some(ports) = self.life(region, &advertise_host, certificate.as_ref(), again, session)?
-            else {
+            let data = (certificate.as_ref(), nixl.clone());
+            let Some(ports) = self.life(region, &advertise_host, data, again, session)? else {
                 return Ok(());
             };
             again = Some(ports);
@@ -146,7 +156,7 @@ impl Agent {
         &self,
         region: Arc<Region>,
         advertise_host: &Host,
-        certificate: Option<&Certificate>,
+        (certificate, nixl): (Option<&Certificate>, Option<Arc<Exporter>>),
         again: Option<(u16, u16)>,
         session: &Session,
     ) -> Result<Option<(u16, u16)>, Error> {
@@ -161,6 +171,7 @@ impl Agent {
                 ports: self.data_ports.0..=self.data_ports.1,
                 first: again.map(|(_, data)| data).filter(|p| is_among(*p, self.data_ports)),
                 tls: certificate.cloned(),
+                nixl,
                 ..SenderConfig::default()
             },
             history: HistoryLimits { count: self.history, bytes: self.history_bytes.min(room(&region)) },
@@ -185,7 +196,20 @@ impl Agent {
         let address = listener.local_addr().map_err(|e| Error::Bug(e.to_string()))?;
         // The region's report of what the system refused belongs to the start, and is said once.
         tracing::info!(memory = %region.report(), "region");
+        if self.store.is_some() && (region.part().is_some() || !self.peers.is_empty()) {
+            return Err(Error::Usage(
+                "--store is for an agent that has the whole model; this one has a part of it, and the others the rest: receive \
+                 from the agents, or let a receiver put checkpoints up with --as-dir"
+                    .into(),
+            ));
+        }
         let server = Arc::new(Server::start(Arc::clone(&region), config)?);
+        let publisher = self.store.clone().map(|store| {
+            let started = Publisher::start(Arc::clone(&server), store, self.trust.clone(), session);
+            started.map_err(|e| Error::Bug(format!("no thread for uploads: {e}")))
+        });
+        let publisher = publisher.transpose()?;
+        let figures = publisher.as_ref().map(Publisher::figures);
         let local = match LocalServer::start(Arc::clone(&region)) {
             Ok(local) => Some(local),
             Err(error) => {
@@ -224,12 +248,14 @@ impl Agent {
                 here.endpoint, here.data_port
             )
         });
-        let end = runtime.block_on(self.serve(listener, Arc::clone(&server), token, session));
+        let end = runtime.block_on(self.serve(listener, (Arc::clone(&server), figures), token, session));
         // In a directory that was replaced, a file of this name is another agent's.
         if !region.is_replaced() {
             let _ = std::fs::remove_file(&path);
         }
         drop(local);
+        // Uploads what was sealed last.
+        drop(publisher);
         runtime.shutdown_timeout(Duration::from_secs(1));
         if let Some(server) = Arc::into_inner(server) {
             server.shutdown(Duration::from_secs(2));
@@ -305,7 +331,7 @@ impl Agent {
     async fn serve(
         &self,
         listener: tokio::net::TcpListener,
-        server: Arc<Server>,
+        (server, figures): (Arc<Server>, Option<Arc<Mutex<Figures>>>),
         token: Token,
         session: &Session,
     ) -> End {
@@ -328,7 +354,7 @@ impl Agent {
             let _ = end.send(true);
             why
         });
-        answer(listener, server, token, ended).await;
+        answer(listener, server, figures, token, ended).await;
         // It is over, or nothing would have ended.
         watching.await.unwrap_or(End::Told)
     }
@@ -348,6 +374,7 @@ enum End {
 pub(crate) async fn answer(
     listener: tokio::net::TcpListener,
     server: Arc<Server>,
+    figures: Option<Arc<Mutex<Figures>>>,
     token: Token,
     ended: watch::Receiver<bool>,
 ) {
@@ -357,7 +384,7 @@ pub(crate) async fn answer(
     let port = listener.local_addr().map_or(0, |a| a.port());
     let stop = Stop::never();
     let (joins, joined) = watch::channel(0);
-    let shared = Shared { server: Arc::clone(&server), versions, joined, port, stop: stop.clone() };
+    let shared = Shared { server: Arc::clone(&server), figures, versions, joined, port, stop: stop.clone() };
     let router = http::guarded(routes(shared), &[], token, limits);
     // Long-polls wait on these channels, so that a thousand of them cost no thread.
     let (watch_stop, watched) = (stop.clone(), Arc::clone(&server));
@@ -405,12 +432,20 @@ fn is_among(port: u16, (first, last): (u16, u16)) -> bool {
 #[derive(Clone)]
 struct Shared {
     server: Arc<Server>,
+    /// Of the upload to a store, if there is one.
+    figures: Option<Arc<Mutex<Figures>>>,
     versions: watch::Receiver<VersionInfo>,
     /// How often receivers joined those that pass versions on.
     joined: watch::Receiver<u64>,
     port: u16,
     /// Set when the service ends.
     stop: Stop,
+}
+
+impl Shared {
+    fn store(&self) -> Option<Figures> {
+        self.figures.as_ref().map(|f| f.lock().clone())
+    }
 }
 
 fn routes(shared: Shared) -> Router {
@@ -421,7 +456,7 @@ fn routes(shared: Shared) -> Router {
         .route("/get_manifest", get(get_manifest))
         .route("/get_sums", get(get_sums))
         .route("/get_relays", get(get_relays))
-        .route("/get_part", get(get_part))
+        .route("/get_part", get(get_part).post(get_part_of_slice))
         .route("/share_ticket", post(share_ticket))
         .route("/register_receiver", post(register))
         .route("/register_sglang_instance", post(register))
@@ -556,10 +591,22 @@ async fn get_part(
     State(shared): State<Shared>,
     Params(query): Params<PartQuery>,
 ) -> Result<Response, Failure> {
+    part(shared, query, None).await
+}
+
+async fn get_part_of_slice(
+    State(shared): State<Shared>,
+    Params(query): Params<PartQuery>,
+    Body(keeps): Body<BlockRanges>,
+) -> Result<Response, Failure> {
+    part(shared, query, Some(keeps)).await
+}
+
+async fn part(shared: Shared, query: PartQuery, keeps: Option<BlockRanges>) -> Result<Response, Failure> {
     let wait = Duration::from_millis(query.timeout_ms.unwrap_or(30_000)).min(MAX_POLL);
     let (server, stop) = (shared.server, shared.stop.with_timeout(wait));
     let PartQuery { version, base, stripe_bytes, .. } = query;
-    let wanted = PartRequest { version, base, stripe_bytes };
+    let wanted = PartRequest { version, base, stripe_bytes, keeps };
     let part = blocking(move || server.part(wanted, &stop)).await?;
     Ok(Json(part).into_response())
 }
@@ -614,17 +661,18 @@ async fn status(State(shared): State<Shared>) -> Response {
         "contradiction": server.contradiction(),
         "region": server.region().dir(),
         "memory": server.region().report().to_string(),
+        "store": shared.store(),
     }))
     .into_response()
 }
 
 async fn metrics(State(shared): State<Shared>) -> Response {
-    let text = metrics_text(&shared.server);
+    let text = metrics_text(&shared.server, shared.store().as_ref());
     ([(header::CONTENT_TYPE, "text/plain; version=0.0.4")], text).into_response()
 }
 
 /// The metrics in Prometheus' text form.
-fn metrics_text(server: &Server) -> String {
+fn metrics_text(server: &Server, store: Option<&Figures>) -> String {
     use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
     let model = server.region().model_id();
     let mut out = String::new();
@@ -688,11 +736,31 @@ fn metrics_text(server: &Server) -> String {
     put("completed_total", "counter", "Transfers completed.", n(&c.completed));
     put("revoked_total", "counter", "Transfers ended because the slot was needed.", n(&c.revoked));
     put("sent_bytes_total", "counter", "Bytes sent and acknowledged.", n(&c.bytes_acked));
+    put("read_bytes_total", "counter", "Bytes that receivers read from memory by NIXL.", n(&c.bytes_read));
     put(
         "relayed_bytes_total",
         "counter",
         "Bytes that receivers got from other receivers.",
         n(&c.bytes_relayed),
     );
+    if let Some(store) = store {
+        let newest = store.version.map_or(-1.0, |v| v as f64);
+        put("store_version", "gauge", "Newest version in the store; -1 before the first.", newest);
+        put("store_bytes_total", "counter", "Bytes uploaded to the store.", store.bytes as f64);
+        put("store_anchors_total", "counter", "Full images uploaded to the store.", store.anchors as f64);
+        put("store_removed_total", "counter", "Versions removed from the store.", store.removed as f64);
+        put(
+            "store_failures_total",
+            "counter",
+            "Uploads that failed and were tried again.",
+            store.failures as f64,
+        );
+        put(
+            "store_fenced",
+            "gauge",
+            "1 if another publisher has taken the store over.",
+            f64::from(u8::from(store.fenced)),
+        );
+    }
     out
 }

@@ -114,6 +114,46 @@ impl Client {
         answer.map_err(|error| stop.check().map_or_else(|s| (s.kind(), s.to_string()), |()| error))
     }
 
+    /// Sends a request as it is; answers whatever comes back, with its body. At most `most` bytes of it are accepted.
+    pub(crate) fn forward(
+        &self,
+        request: http::Request<impl AsRef<[u8]>>,
+        timeout: Duration,
+        most: u64,
+        stop: &Stop,
+    ) -> Result<http::Response<Vec<u8>>, (Kind, String)> {
+        stop.check().map_err(|s| (s.kind(), s.to_string()))?;
+        STOP.set(Some(stop.clone()));
+        let answer = self.forward_now(request, timeout, most);
+        STOP.set(None);
+        answer.map_err(|error| stop.check().map_or_else(|s| (s.kind(), s.to_string()), |()| error))
+    }
+
+    fn forward_now(
+        &self,
+        request: http::Request<impl AsRef<[u8]>>,
+        timeout: Duration,
+        most: u64,
+    ) -> Result<http::Response<Vec<u8>>, (Kind, String)> {
+        let (parts, body) = request.into_parts();
+        let carries = matches!(parts.method.as_str(), "PUT" | "POST" | "PATCH");
+        let sent = if carries {
+            let request = http::Request::from_parts(parts, body.as_ref());
+            self.agent.run(self.agent.configure_request(request).timeout_global(Some(timeout)).build())
+        } else {
+            let request = http::Request::from_parts(parts, ());
+            self.agent.run(self.agent.configure_request(request).timeout_global(Some(timeout)).build())
+        };
+        let (parts, mut body) = sent.map_err(failure)?.into_parts();
+        let mut bytes = Vec::with_capacity(body.content_length().unwrap_or(0).min(most) as usize);
+        let read =
+            body.as_reader().take(most.saturating_add(1)).read_to_end(&mut bytes).map_err(broken_off)?;
+        if read as u64 > most {
+            return Err((Kind::Corrupt, format!("an answer of more than {most} bytes")));
+        }
+        Ok(http::Response::from_parts(parts, bytes))
+    }
+
     fn exchange<B: Serialize>(
         &self,
         request: Request<'_, B>,
@@ -138,23 +178,31 @@ impl Client {
                 post.config().timeout_global(timeout).build().send_json(body)
             }
         };
-        let mut response = sent.map_err(|e| match &e {
-            ureq::Error::Timeout(_) => (Kind::Timeout, e.to_string()),
-            ureq::Error::Other(inner) => match inner.downcast_ref::<TlsError>() {
-                Some(tls) => (tls.kind(), tls.to_string()),
-                None => (Kind::PeerLost, e.to_string()),
-            },
-            _ => (Kind::PeerLost, e.to_string()),
-        })?;
+        let mut response = sent.map_err(failure)?;
         let mut bytes = Vec::new();
         let read =
             response.body_mut().as_reader().take(request.most.saturating_add(1)).read_to_end(&mut bytes);
-        match read {
-            Ok(_) => Ok((response.status().as_u16(), bytes)),
-            Err(e) if e.kind() == io::ErrorKind::TimedOut => Err((Kind::Timeout, e.to_string())),
-            Err(e) => Err((Kind::PeerLost, e.to_string())),
-        }
+        read.map_err(broken_off)?;
+        Ok((response.status().as_u16(), bytes))
     }
+}
+
+/// What a request that was not answered says.
+fn failure(e: ureq::Error) -> (Kind, String) {
+    match &e {
+        ureq::Error::Timeout(_) => (Kind::Timeout, e.to_string()),
+        ureq::Error::Other(inner) => match inner.downcast_ref::<TlsError>() {
+            Some(tls) => (tls.kind(), tls.to_string()),
+            None => (Kind::PeerLost, e.to_string()),
+        },
+        _ => (Kind::PeerLost, e.to_string()),
+    }
+}
+
+/// What an answer that did not come to its end says.
+fn broken_off(e: io::Error) -> (Kind, String) {
+    let kind = if e.kind() == io::ErrorKind::TimedOut { Kind::Timeout } else { Kind::PeerLost };
+    (kind, e.to_string())
 }
 
 /// What a status means where the body does not say. Something in between may answer for a peer; most of that passes.

@@ -11,9 +11,9 @@ use std::fmt::Write as _;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use windlass_core::address::{Endpoint, Token};
@@ -125,7 +125,7 @@ impl HttpControl {
         match &self.source {
             Source::Endpoint(endpoint, token) => Ok((endpoint.clone(), token.get())),
             Source::Region { dir, token, place } => {
-                let mut place = place.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut place = place.lock();
                 if let Some(place) = &*place {
                     return Ok(place.clone());
                 }
@@ -154,7 +154,7 @@ impl HttpControl {
     fn forget(&self) {
         match &self.source {
             Source::Endpoint(..) => {}
-            Source::Region { place, .. } => *place.lock().unwrap_or_else(PoisonError::into_inner) = None,
+            Source::Region { place, .. } => *place.lock() = None,
         }
     }
 
@@ -173,7 +173,7 @@ impl HttpControl {
         match &self.source {
             Source::Endpoint(endpoint, _) => endpoint.to_string(),
             Source::Region { dir, place, .. } => {
-                let place = place.lock().unwrap_or_else(PoisonError::into_inner);
+                let place = place.lock();
                 place.as_ref().map_or_else(|| dir.display().to_string(), |(endpoint, _)| endpoint.to_string())
             }
         }
@@ -392,7 +392,7 @@ impl Control for HttpControl {
 
 impl Peer for HttpControl {
     fn part(&self, wanted: PartRequest, stop: &Stop) -> Result<PartInfo, ControlError> {
-        let PartRequest { version, base, stripe_bytes } = wanted;
+        let PartRequest { version, base, stripe_bytes, keeps } = wanted;
         let wait = self.poll(stop).as_millis();
         let mut path = format!("/get_part?version={version}&timeout_ms={wait}");
         if let Some(base) = base {
@@ -401,7 +401,10 @@ impl Peer for HttpControl {
         if let Some(bytes) = stripe_bytes {
             let _ = write!(path, "&stripe_bytes={bytes}");
         }
-        self.get("get a part", &path, stop)
+        match keeps {
+            Some(keeps) => self.post("get a part", &path, &keeps, stop),
+            None => self.get("get a part", &path, stop),
+        }
     }
 
     fn part_sums(&self, version: Version, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {

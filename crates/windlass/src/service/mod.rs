@@ -7,6 +7,7 @@
 //! | [`supervise`] | keeps an agent running for a trainer |
 //! | [`receive`] | `windlass receive`: keeps images up to date |
 //! | [`disk`] | `windlass publish` and `--as-dir`: checkpoints in directories as versions, and back |
+//! | [`store`] | versions in S3, GCS, Azure or a directory: their publisher and the receiver's end |
 //! | [`engines`] | has inference engines load what was received |
 //! | [`controller`] | `windlass controller`: the version barrier as a service |
 //! | [`control`] | the receiver's end of the control connection |
@@ -24,9 +25,11 @@ pub mod controller;
 pub(crate) mod disk;
 pub mod engines;
 pub(crate) mod http;
+pub(crate) mod nixl;
 pub mod plane;
 pub mod program;
 pub(crate) mod receive;
+pub(crate) mod store;
 pub mod supervise;
 pub mod tls;
 pub mod token;

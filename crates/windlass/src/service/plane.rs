@@ -97,7 +97,7 @@ impl ControlPlane for HttpPlane {
         let info = AgentWeightSyncInfo::new(vec![endpoint], self.token.clone(), model, Some(incarnation))
             .map_err(|e| invalid(&e))?;
         let (end, ended) = watch::channel(false);
-        let answering = agent::answer(listener, Arc::clone(server), self.token.clone(), ended);
+        let answering = agent::answer(listener, Arc::clone(server), None, self.token.clone(), ended);
         let task = Some(runtime.spawn(answering));
         Ok(Reachable { info, hold: Box::new(Listening { end, runtime: Some(runtime), task }) })
     }

@@ -6,8 +6,9 @@
 
 use std::io::{self, Read as _};
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
+use parking_lot::Mutex;
 use subtle::ConstantTimeEq as _;
 use windlass_core::address::Token;
 use windlass_data::private::{self, PrivateError, Readers};
@@ -62,12 +63,12 @@ impl Held {
 
     /// The one that counts.
     pub fn get(&self) -> Token {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.0.lock().clone()
     }
 
     /// Whether there is another one than `refused` by now.
     pub fn renew(&self, refused: &Token) -> bool {
-        let mut held = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = self.0.lock();
         if *held == *refused
             && let Some(Ok(now)) = refused.file().map(read)
         {

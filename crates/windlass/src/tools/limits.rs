@@ -10,14 +10,15 @@ use std::hint::black_box;
 use std::io::{self, Read};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError, RwLock};
 use std::time::{Duration, Instant};
+
+use parking_lot::{Mutex, RwLock};
 
 /// Runs `work` on each thread's share of items that were divided evenly. Where the system gives no more threads,
 /// those there are take more than one.
 fn share<T: Send>(items: Vec<T>, work: impl Fn(T) + Sync) {
     let (wanted, items) = (items.len(), Mutex::new(items.into_iter()));
-    let next = || items.lock().unwrap_or_else(PoisonError::into_inner).next();
+    let next = || items.lock().next();
     let run = || {
         while let Some(item) = next() {
             work(item);

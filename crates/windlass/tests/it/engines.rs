@@ -548,6 +548,44 @@ fn an_engine_without_routes_or_with_another_token_is_told_what_it_needs() {
 }
 
 #[test]
+fn a_server_without_routes_is_asked_less_and_less_often_and_told_of_once() {
+    let world = World::new();
+    let bare = Engine::start(Kind::Bare);
+    let begun = Instant::now();
+    let receiver = world.receive(&[&bare], &["--versions=2"]);
+    event(&receiver, "engine_failed");
+    bare.wait_for_reads("/windlass/v1/status", 4);
+    // The pauses are of 1 s, 2 s and 4 s; one of them ends early when the first image is there.
+    assert!(begun.elapsed() >= Duration::from_secs(3), "{:?}", begun.elapsed());
+    drop(bare);
+    // The next thing told is that it is gone, not once more that it lacks the routes.
+    let next = loop {
+        let line = receiver.line();
+        if line["event"].as_str().is_some_and(|e| e.starts_with("engine")) {
+            break line;
+        }
+    };
+    assert_eq!(next["event"], "engine_waiting", "{next}");
+}
+
+#[test]
+fn a_server_without_the_plugin_is_not_asked_for_it_again_until_it_is_restarted() {
+    let mut world = World::new();
+    let mut engine = Engine::start(Kind::Native);
+    let receiver = world.receive(&[&engine], &["--versions=4"]);
+    loaded(&receiver, 0);
+    world.publish(1);
+    loaded(&receiver, 1);
+    engine.wait_for_reads("/weight_info", 4);
+    assert_eq!(engine.read("/windlass/v1/status"), 1);
+    engine.kill();
+    event(&receiver, "engine_waiting");
+    engine.restart();
+    loaded(&receiver, 1);
+    assert_eq!(engine.read("/windlass/v1/status"), 1, "once in the new life");
+}
+
+#[test]
 fn a_cache_that_cannot_be_cleared_keeps_the_engine_from_answering_with_old_weights() {
     let mut world = World::new();
     let engine = Engine::start(Kind::Native);

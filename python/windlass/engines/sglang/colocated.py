@@ -51,7 +51,7 @@ async def wake(
 
     If ``load`` fails the engine stays asleep but for its weights, and the call may be repeated.
     """
-    if not loader._gate.released:
+    if not loader.gate.released:
         raise WindlassInvalid(f"{loader.name} does not sleep", "put it to sleep with sleep() first")
     until = time.monotonic() + timeout
     await asyncio.to_thread(_take_back, loader, [WEIGHTS], until)
@@ -64,28 +64,28 @@ async def wake(
             await released
     until = time.monotonic() + timeout
     await asyncio.to_thread(
-        _take_back, loader, [tag for tag in loader._gate.released if tag != WEIGHTS], until
+        _take_back, loader, [tag for tag in loader.gate.released if tag != WEIGHTS], until
     )
-    await asyncio.to_thread(loader._gate.wake, until)
+    await asyncio.to_thread(loader.gate.wake, until)
     return loaded
 
 
 def _sleep(loader: SGLangWeightLoader, tags: Sequence[str], strict: bool, until: float) -> None:
-    with loader._gate.alone(until):
-        if loader._gate.released:
+    with loader.gate.alone(until):
+        if loader.gate.released:
             return
-        if loader._gate.pause not in ("retract", "abort"):
+        if loader.gate.pause not in ("retract", "abort"):
             raise WindlassInvalid(
-                f"an engine cannot sleep with pause={loader._gate.pause!r}; use 'retract' or 'abort'"
+                f"an engine cannot sleep with pause={loader.gate.pause!r}; use 'retract' or 'abort'"
             )
-        if strict and not loader._facts(until).memory_saver:
+        if strict and not loader.facts(until).memory_saver:
             raise WindlassUnsupported(
                 f"{loader.name} was started without --enable-memory-saver and would release nothing",
                 "start it with that flag",
             )
-        loader._gate.sleep(list(tags), until)
+        loader.gate.sleep(list(tags), until)
 
 
 def _take_back(loader: SGLangWeightLoader, tags: list[str], until: float) -> None:
-    with loader._gate.alone(until):
-        loader._gate.take_back(tags, until)
+    with loader.gate.alone(until):
+        loader.gate.take_back(tags, until)

@@ -148,7 +148,7 @@ class SGLangWeightLoader(WeightLoader):
         if not timeout > 0 or bucket_bytes < 1:
             raise WindlassInvalid(f"timeout {timeout!r} and bucket_bytes {bucket_bytes!r} must be above zero")
         self._engine = connect(engine, name=name, api_key=api_key)
-        self._gate = Gate(self._engine, pause, cache, timeout=timeout, dir=None if dir is None else Path(dir))
+        self.gate = Gate(self._engine, pause, cache, timeout=timeout, dir=None if dir is None else Path(dir))
         self._checkpoint = None if checkpoint is None else str(checkpoint)
         self._way = way
         self._rules = Rules(extras, list(optional), cast)
@@ -169,7 +169,7 @@ class SGLangWeightLoader(WeightLoader):
     @property
     def dirty(self) -> bool:
         """A load began and did not finish: the engine is paused until one does."""
-        return self._gate.dirty
+        return self.gate.dirty
 
     async def weight_version(self) -> str | None:
         """The label of the weights that the engine serves."""
@@ -213,10 +213,10 @@ class SGLangWeightLoader(WeightLoader):
         At its end every tensor of the checkpoint must have been loaded, unless ``whole`` is false. An error inside
         before the first part lets the engine go on with what it had; after it, the engine stays paused and ``dirty``.
         """
-        if self._gate.pause == "wait":
+        if self.gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot hold an engine for several parts; use another mode")
         until = time.monotonic() + self._timeout
-        await asyncio.to_thread(self._gate.enter, until)
+        await asyncio.to_thread(self.gate.enter, until)
         try:
             part = await asyncio.to_thread(self._open, weight_version, until)
             self._part = part
@@ -224,7 +224,7 @@ class SGLangWeightLoader(WeightLoader):
                 yield self
                 if whole:
                     self._check_complete(part)
-                await asyncio.to_thread(self._gate.end, until)
+                await asyncio.to_thread(self.gate.end, until)
             except BaseException as e:
                 self._part = None
                 await asyncio.shield(asyncio.to_thread(self._abandon, part, e))
@@ -232,7 +232,7 @@ class SGLangWeightLoader(WeightLoader):
             self._part = None
             await asyncio.shield(asyncio.to_thread(self._pass, part))
         finally:
-            self._gate.leave()
+            self.gate.leave()
 
     # The way of a process group.
 
@@ -279,8 +279,8 @@ class SGLangWeightLoader(WeightLoader):
         _choice("way", way, "auto", "custom", "disk", "tensors")
         timeout = self._timeout if order is None else order.timeout
         until = time.monotonic() + timeout
-        with self._gate.alone(until):
-            facts = self._facts(until)
+        with self.gate.alone(until):
+            facts = self.facts(until)
             held = _windlass.open_image(image, timeout + SHORT, left(until))
             try:
                 order = order or _order_of(image, held, timeout)
@@ -314,7 +314,7 @@ class SGLangWeightLoader(WeightLoader):
         surplus = sorted(stored - set(fit.take)) + sorted(
             name for name in set(fit.take) - stored if not (served.tied and name == "lm_head.weight")
         )
-        able = facts.dp == 1 and self._gate.pause != "wait"
+        able = facts.dp == 1 and self.gate.pause != "wait"
         if way in ("custom", "tensors") and not able:
             _check_replicas(self.name, facts)
             raise WindlassInvalid(f"pause='wait' goes with way='disk' only, not {way!r}")
@@ -364,8 +364,8 @@ class SGLangWeightLoader(WeightLoader):
         directory = self._links or Path(order.image).with_name(Path(order.image).name + ".sglang")
         directory, checkpoint = directory.resolve(), Path(self._checkpoint or facts.checkpoint)
         model = checkpoint if checkpoint.is_dir() else None
-        if self._gate.driver is not None and not self._gate.released:
-            return self._gate.load(
+        if self.gate.driver is not None and not self.gate.released:
+            return self.gate.load(
                 order.image, directory, label=order.label, model_dir=model, timeout=left(until)
             )
         # An engine in this process, or one that sleeps and is paused already.
@@ -377,7 +377,7 @@ class SGLangWeightLoader(WeightLoader):
             "weight_version": order.label,
         }
         begun = time.monotonic()
-        with self._gate.stopped(order.label, until) as passage:
+        with self.gate.stopped(order.label, until) as passage:
             passage.touched()
             must(self._engine, "update_weights_from_disk", body, "load", left(until))
             self._still_held(held, order)
@@ -388,15 +388,15 @@ class SGLangWeightLoader(WeightLoader):
         served = {**self._rules.to_dict(), "checkpoint": self._checkpoint}
         with (
             reports_in(Path(order.image).parent) as own,
-            self._gate.stopped(order.label, until) as passage,
+            self.gate.stopped(order.label, until) as passage,
         ):
             # A directory of this order only: what is not there afterwards was not written.
             plain = {**order.to_dict(), "reports": own, "timeout": max(1.0, left(until) - 1.0)}
-            if self._gate.dirty or self._gate.released:
+            if self.gate.dirty or self.gate.released:
                 # Memory that was given up is other memory now: nothing of what it held is relied upon.
                 plain["how"] = "session"
             begin = time.monotonic()
-            with self._gate.open_for_weights(until):
+            with self.gate.open_for_weights(until):
                 passage.touched()
                 self._send_order({"order": plain, "served": served}, facts, until)
                 took = time.monotonic() - begin
@@ -408,8 +408,8 @@ class SGLangWeightLoader(WeightLoader):
 
     def _digests(self) -> list[dict[str, Any]]:
         until = time.monotonic() + self._timeout
-        with self._gate.alone(until), tempfile.TemporaryDirectory(prefix=".windlass-sums-") as own:
-            facts = self._facts(until)
+        with self.gate.alone(until), tempfile.TemporaryDirectory(prefix=".windlass-sums-") as own:
+            facts = self.facts(until)
             _check_replicas(self.name, facts)
             if PATH not in facts.loaders:
                 raise WindlassUnsupported(
@@ -422,7 +422,7 @@ class SGLangWeightLoader(WeightLoader):
                     f"{self.name} has weights of no version: a load began and did not finish",
                     "load a whole version first",
                 )
-            with self._gate.stopped(None, until, flush=False), self._gate.open_for_weights(until):
+            with self.gate.stopped(None, until, flush=False), self.gate.open_for_weights(until):
                 self._send_order({"prove": own}, facts, until)
             found = [Path(own) / f"{rank}.json" for rank in range(facts.tp * facts.pp)]
             silent = [file.stem for file in found if not file.is_file()]
@@ -435,7 +435,7 @@ class SGLangWeightLoader(WeightLoader):
 
     def _send_order(self, told: Mapping[str, Any], facts: Facts, until: float) -> None:
         """One call of the loader in the workers."""
-        text = payload.order({**told, "ends": self._gate.ends})
+        text = payload.order({**told, "ends": self.gate.ends})
         body = {
             "serialized_named_tensors": self._engine.payloads(text, facts.tp),
             "load_format": PATH,
@@ -459,8 +459,8 @@ class SGLangWeightLoader(WeightLoader):
 
     def _load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
         until = time.monotonic() + self._timeout
-        with self._gate.alone(until):
-            facts = self._facts(until)
+        with self.gate.alone(until):
+            facts = self.facts(until)
             offered = _offered(tensors)
             fit = self._served(facts).check(offered, self._rules, what=f"what {self.name} is given")
             self._list_extras(fit.extras)
@@ -473,10 +473,10 @@ class SGLangWeightLoader(WeightLoader):
         label: str | None,
         until: float,
     ) -> None:
-        if self._gate.pause == "wait":
+        if self.gate.pause == "wait":
             raise WindlassInvalid("pause='wait' cannot be used for weights by value; use another mode")
         _check_replicas(self.name, facts)
-        with self._gate.stopped(label, until) as passage, self._gate.open_for_weights(until):
+        with self.gate.stopped(label, until) as passage, self.gate.open_for_weights(until):
             self._send(passage, facts, tensors)
 
     def _send(self, passage: Passage, facts: Facts, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -534,7 +534,8 @@ class SGLangWeightLoader(WeightLoader):
 
     # Small things.
 
-    def _facts(self, until: float) -> Facts:
+    def facts(self, until: float) -> Facts:
+        """What the server says of itself."""
         return self._engine.facts(timeout=short(until))
 
     def _served(self, facts: Facts) -> Served:
@@ -544,27 +545,27 @@ class SGLangWeightLoader(WeightLoader):
         return self._known[path]
 
     def _open(self, label: str | None, until: float) -> _Part:
-        facts = self._facts(until)
+        facts = self.facts(until)
         _check_replicas(self.name, facts)
         served = self._served(facts)
-        part = _Part(facts, served, self._gate.halt(label, until))
+        part = _Part(facts, served, self.gate.halt(label, until))
         try:
-            self._gate.begin(until)
+            self.gate.begin(until)
         except BaseException as e:
-            self._gate.failed(part.passage, e)
+            self.gate.failed(part.passage, e)
             raise
         return part
 
     def _pass(self, part: _Part) -> None:
         try:
-            self._gate.passed(part.passage)
+            self.gate.passed(part.passage)
         except BaseException as e:
-            self._gate.failed(part.passage, e)
+            self.gate.failed(part.passage, e)
             raise
 
     def _abandon(self, part: _Part, error: BaseException) -> None:
-        self._gate.give_up()
-        self._gate.failed(part.passage, error)
+        self.gate.give_up()
+        self.gate.failed(part.passage, error)
 
     def _check_complete(self, part: _Part) -> None:
         missing = part.served.missing(part.loaded, self._rules)

@@ -69,6 +69,8 @@ PREFIX = "/windlass/v1"
 
 #: How often workers are asked whether they have staged.
 STAGED_S = 0.001
+#: How often they are asked whether a version is on their host, and how long after the order's own deadline.
+LOOK_S, GRACE_S = 0.02, 10.0
 #: How long a cache that is still in use is asked again.
 CACHE_S = 2.0
 
@@ -131,6 +133,12 @@ class _Engine:
         else:
             told = await self.client.collective_rpc(method, args=args)
         return [dict(worker) for worker in told]
+
+    def hosts(self) -> int:
+        """On how many hosts its workers are."""
+        from windlass.engines.vllm.extension import hosts_of
+
+        return hosts_of(self.client.vllm_config)
 
     def dtype(self) -> str:
         """What the model computes in."""
@@ -292,6 +300,8 @@ class WindlassEndpoint:
         return await asyncio.shield(asyncio.get_running_loop().create_task(self._bring(order)))
 
     async def _bring(self, order: PullOrder) -> Plain:
+        if order.slice == "always" or self._asked().hosts() > 1:
+            return await self._bring_by_workers(order)
         if self._pulling is not None and not self._pulling.follows(order):
             # What is awaited from a trainer that is gone must not keep the next one waiting.
             self._pulling.stop()
@@ -307,6 +317,32 @@ class WindlassEndpoint:
             if synced is not None:
                 carried = {"mode": synced.mode, "wire_bytes": synced.wire_bytes}
             return {"image": str(brought.image), **carried, "ms": (time.monotonic() - begun) * 1e3}
+
+    async def _bring_by_workers(self, order: PullOrder) -> Plain:
+        """Has one worker of each host bring what the workers there read: other hosts have images of their own."""
+        async with self._pulls:
+            begun = time.monotonic()
+            engine, given = self._asked(), order.to_dict()
+            told = await engine.workers("windlass_pull", given)
+            # A worker that began nothing would go on to tell of what it brought before.
+            while not any(worker["error"] for worker in told) and not all(worker["done"] for worker in told):
+                if time.monotonic() > begun + order.timeout + GRACE_S:
+                    raise WindlassTimeout(
+                        f"version {order.version} did not come to all hosts within {order.timeout:g} s",
+                        "see the logs of the workers",
+                    )
+                await asyncio.sleep(LOOK_S)
+                told = await engine.workers("windlass_pulled")
+            for worker in told:
+                if worker["error"] is not None:
+                    raise Failure.from_dict(worker["error"]).error()
+            modes = {worker["mode"] for worker in told} - {"none"}
+            return {
+                "image": told[0]["image"],
+                "mode": modes.pop() if len(modes) == 1 else "fuzzy" if modes else "none",
+                "wire_bytes": sum(worker["wire_bytes"] for worker in told),
+                "ms": (time.monotonic() - begun) * 1e3,
+            }
 
     async def _prepare(self, body: Plain) -> Plain:
         image = body.get("image")

@@ -84,6 +84,11 @@ def _threads(model: Any, workers: int) -> int:
     return max(1, min(8, len(os.sched_getaffinity(0)) // (2 * max(1, workers))))
 
 
+def hosts_of(vllm_config: Any) -> int:
+    """On how many hosts an engine's workers are, where vLLM knows it."""
+    return int(getattr(vllm_config.parallel_config, "nnodes", 1) or 1)
+
+
 def vllm_version() -> str:
     import vllm
 
@@ -97,8 +102,13 @@ def windlass_pull(self: Any, order: Plain) -> Plain:
     from windlass.receive.pulling import PullOrder
 
     try:
+        given = PullOrder.from_dict(order)
         before = self.__dict__.get("_windlass_bringing")
-        self.__dict__["_windlass_bringing"] = Bringing(PullOrder.from_dict(order), before)
+        parallel = self.vllm_config.parallel_config
+        place = None
+        if given.slice == "always" or (given.slice == "auto" and hosts_of(self.vllm_config) > 1):
+            place = (_live(self).rank, int(getattr(parallel, "local_world_size", 1)))
+        self.__dict__["_windlass_bringing"] = Bringing(given, before, place)
     except Exception as e:
         return {"done": True, "error": _plain_failure(e)}
     return {"done": False, "error": None}
@@ -113,6 +123,13 @@ def windlass_pulled(self: Any) -> Plain:
             "done": True,
             "error": _plain_failure(WindlassInvalid("nothing was asked for by windlass_pull")),
         }
+    layout = bringing.asks
+    if layout is not None:
+        try:
+            _settled(self, None)
+            bringing.answer(_live(self).needs(layout))
+        except Exception as e:
+            bringing.answer(e)
     return dict(bringing.told())
 
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from windlass.errors import WindlassInvalid
 from windlass.transfer.ipc.lending import Look
-from windlass.transfer.ipc.strategy import IpcReceiver, IpcSender, IpcStrategy, Rows, empty
+from windlass.transfer.ipc.strategy import IpcReceiver, IpcSender, IpcStrategy, Rows
 from windlass.transfer.request import IpcHandle, PackedCudaIpcWeightUpdateRequest, PackedTensor
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, info_for
 from windlass.transfer.trainer import TrainerRanks
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ class PackedCudaIpcTransferStrategy(IpcStrategy):
 
     def create_sender(self, sync_info: WeightSyncInfo) -> PackedCudaIpcTransferSender:
         """Every training rank makes one, at the same time."""
-        empty(sync_info)
+        info_for("IPC", sync_info, EmptyWeightSyncInfo)
         return PackedCudaIpcTransferSender(TrainerRanks(), self._arena(), self.settings.timeout)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> PackedCudaIpcTransferReceiver:
         """Opens handles of this process's device."""
-        empty(sync_info)
+        info_for("IPC", sync_info, EmptyWeightSyncInfo)
         return PackedCudaIpcTransferReceiver(self._opener())
 
     def get_request_type(self) -> type[PackedCudaIpcWeightUpdateRequest]:

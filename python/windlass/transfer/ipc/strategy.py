@@ -35,7 +35,7 @@ from windlass.transfer.base import WeightTransferReceiver, WeightTransferSender,
 from windlass.transfer.ipc.arena import Arena, Opener, arena_for, opener_for
 from windlass.transfer.ipc.lending import Look
 from windlass.transfer.request import CudaIpcWeightUpdateRequest, IpcHandle, PackedTensor, packed_layout
-from windlass.transfer.sync_info import EmptyWeightSyncInfo
+from windlass.transfer.sync_info import EmptyWeightSyncInfo, info_for
 from windlass.transfer.trainer import TrainerRanks, each_chunk
 
 if TYPE_CHECKING:
@@ -101,15 +101,6 @@ class IpcStrategy(WeightTransferStrategy):
         return opener_for(self.settings.device, self.settings.timeout)
 
 
-def empty(info: WeightSyncInfo) -> None:
-    """Refuses the sync info of another strategy."""
-    if not isinstance(info, EmptyWeightSyncInfo):
-        raise WindlassInvalid(
-            f"the sync info is {type(info).__name__}: IPC needs none; both sides must be built from the same "
-            "configuration"
-        )
-
-
 class CudaIpcTransferStrategy(IpcStrategy):
     """A handle for each parameter.
 
@@ -119,12 +110,12 @@ class CudaIpcTransferStrategy(IpcStrategy):
 
     def create_sender(self, sync_info: WeightSyncInfo) -> CudaIpcTransferSender:
         """Every training rank makes one, at the same time."""
-        empty(sync_info)
+        info_for("IPC", sync_info, EmptyWeightSyncInfo)
         return CudaIpcTransferSender(TrainerRanks(), self._arena(), self.settings.timeout)
 
     def create_receiver(self, sync_info: WeightSyncInfo, *, rank: int = 1) -> CudaIpcTransferReceiver:
         """Opens handles of this process's device."""
-        empty(sync_info)
+        info_for("IPC", sync_info, EmptyWeightSyncInfo)
         return CudaIpcTransferReceiver(self._opener())
 
     def get_request_type(self) -> type[CudaIpcWeightUpdateRequest]:

@@ -56,11 +56,10 @@ fn any_message() -> impl Strategy<Value = Message> {
         (any_kind(), any_version(), any_version(), any_text()).prop_map(|(kind, ours, theirs, message)| {
             Message::Refuse(Refusal { kind, ours, theirs, message })
         }),
-        (any::<(u32, u16)>(), any_extent()).prop_map(|((stripe, attempt), extent)| Message::Claim(Claim {
-            stripe,
-            attempt,
-            extent
-        })),
+        (any::<(u32, u16, bool)>(), any_extent()).prop_map(|((stripe, attempt, read), extent)| {
+            let carriage = if read { Carriage::Read } else { Carriage::Sent };
+            Message::Claim(Claim { stripe, attempt, extent, carriage })
+        }),
         (any::<u32>(), check).prop_map(|(stripe, check)| Message::StripeEnd { stripe, check }),
         (any::<u32>(), verdict).prop_map(|(stripe, verdict)| Message::Ack { stripe, verdict }),
         any_completion().prop_map(Message::Done),
@@ -72,6 +71,10 @@ fn any_message() -> impl Strategy<Value = Message> {
             1..40
         )
         .prop_map(Message::Holds),
+        (any_text(), proptest::collection::vec(any::<u8>(), 0..300))
+            .prop_map(|(library, metadata)| Message::Reach(Reach::Able { library, metadata })),
+        any_text().prop_map(|why| Message::Reach(Reach::Unable { why })),
+        any::<(u64, u64)>().prop_map(|(address, bytes)| Message::Memory(Memory { address, bytes })),
         any::<u64>().prop_map(Message::Ping),
         any::<u64>().prop_map(Message::Pong),
     ]
@@ -116,7 +119,7 @@ proptest! {
         patch in any::<bool>(),
     ) {
         let mut bytes = MAGIC.to_vec();
-        bytes.extend([1, 0, kind.code(), 0]);
+        bytes.extend([1, ProtocolVersion::CURRENT.minor, kind.code(), 0]);
         bytes.extend(if quiet { [0; 20] } else { head });
         if patch {
             bytes[24..28].copy_from_slice(&(body.len() as u32).to_le_bytes());

@@ -8,7 +8,7 @@ const STREAM: StreamId = StreamId { index: 1, epoch: 0 };
 #[test]
 fn a_handshake_proves_both_ends() {
     let (receiver, sender) = shake(dial(STREAM), 4);
-    assert_eq!((receiver.stream(), receiver.window(), receiver.minor()), (STREAM, 4, 0));
+    assert_eq!((receiver.stream(), receiver.window(), receiver.minor()), (STREAM, 4, 1));
     assert_eq!(
         (sender.stream(), sender.ticket(), sender.source()),
         (STREAM, TicketId([0xa5; 16]), SourceId(0))
@@ -123,7 +123,7 @@ fn a_peer_of_another_major_is_refused_with_both_versions_named() {
         (refusal.kind, refusal.ours, refusal.theirs),
         (Kind::Unsupported, ProtocolVersion::CURRENT, theirs)
     );
-    assert!(refusal.message.contains("2.4") && refusal.message.contains("1.0"), "{}", refusal.message);
+    assert!(refusal.message.contains("2.4") && refusal.message.contains("1.1"), "{}", refusal.message);
 
     // A sender of major 2 refuses us; its frame has its own version in the header.
     let (sent, _) = dial(STREAM).hello().unwrap();

@@ -58,7 +58,7 @@ fn stripes_are_claimed_served_acknowledged_and_done() {
     assert_eq!(pull.room(), 2);
     for stripe in [first, second] {
         let event = to_server(&mut serve, &pull.claim(stripe, 0).unwrap()).unwrap();
-        assert_eq!(event, ServeEvent::Claim { stripe, attempt: 0 });
+        assert_eq!(event, ServeEvent::Claim { stripe, attempt: 0, carriage: Carriage::Sent });
     }
     assert_eq!(pull.room(), 0);
 
@@ -100,10 +100,39 @@ fn stripes_are_claimed_served_acknowledged_and_done() {
     assert!(pull.claim(first, 0).is_err() && pull.done().is_err() && pull.ping(1).is_err());
 }
 
+#[test]
+fn a_stripe_that_is_read_has_no_data_frames() {
+    let ticket = ticket();
+    let plan = plan(&ticket);
+    let stripe = stripes(&plan)[0];
+    let (mut pull, mut serve) = ends(&ticket, &plan, 2);
+    let reach = Reach::Able { library: "nixl 1".into(), metadata: Vec::new() };
+    let frame = Message::Reach(reach.clone()).encode(STREAM).unwrap();
+    assert_eq!(to_server(&mut serve, &frame), Ok(ServeEvent::Reach(reach.clone())));
+    assert_eq!(to_client(&mut pull, &frame), Ok(PullEvent::Reach(reach)));
+    let memory = Memory { address: 4096, bytes: 240_000 };
+    let frame = Message::Memory(memory).encode(STREAM).unwrap();
+    assert_eq!(to_client(&mut pull, &frame), Ok(PullEvent::Memory(memory)));
+    assert!(
+        matches!(serve.header(&split(&frame).0), Err(WireError::Unexpected { .. })),
+        "only senders say it"
+    );
+
+    let event = to_server(&mut serve, &pull.claim_to_read(stripe, 0).unwrap()).unwrap();
+    assert_eq!(event, ServeEvent::Claim { stripe, attempt: 0, carriage: Carriage::Read });
+    assert_eq!(serve.unacknowledged().map(|s| s.id).collect::<Vec<_>>(), [0], "its memory is held");
+    assert!(matches!(serve.data(1), Err(WireError::DataRange { .. })));
+    let event = to_client(&mut pull, &serve.end(sums(2)).unwrap()).unwrap();
+    assert_eq!(event, PullEvent::StripeEnd { stripe, check: sums(2) });
+    assert_eq!(serve.unacknowledged().map(|s| s.id).collect::<Vec<_>>(), [0], "until it is acknowledged");
+    to_server(&mut serve, &pull.ack(0, Verdict::Good).unwrap()).unwrap();
+    assert_eq!(serve.unacknowledged().count(), 0);
+}
+
 /// Every kind, in every state in which it may not come.
 #[test]
 fn a_pull_stream_refuses_every_frame_out_of_order() {
-    use FrameKind::{Data, Done, Error, Holds, Ping, Pong, StripeEnd};
+    use FrameKind::{Data, Done, Error, Holds, Memory, Ping, Pong, Reach, StripeEnd};
     let ticket = ticket();
     let plan = plan(&ticket);
     let stripe = stripes(&plan)[0];
@@ -119,16 +148,16 @@ fn a_pull_stream_refuses_every_frame_out_of_order() {
         };
         FrameKind::ALL.into_iter().filter(ok).collect()
     };
-    assert_eq!(allowed(&|_| ()), [Error, Holds, Ping]);
-    assert_eq!(allowed(&|p| drop(p.claim(stripe, 0).unwrap())), [Data, Error, Holds, Ping]);
+    assert_eq!(allowed(&|_| ()), [Error, Holds, Reach, Memory, Ping]);
+    assert_eq!(allowed(&|p| drop(p.claim(stripe, 0).unwrap())), [Data, Error, Holds, Reach, Memory, Ping]);
     let whole = |p: &mut PullStream| {
         p.claim(stripe, 0).unwrap();
         p.header(&Header { body_len: stripe.bytes, ..frame(Data) }).unwrap();
         p.taken(stripe.bytes as usize).unwrap();
     };
-    assert_eq!(allowed(&whole), [StripeEnd, Error, Holds, Ping]);
-    assert_eq!(allowed(&|p| drop(p.done().unwrap())), [Done, Error, Holds, Ping]);
-    assert_eq!(allowed(&|p| drop(p.ping(5).unwrap())), [Error, Holds, Ping, Pong]);
+    assert_eq!(allowed(&whole), [StripeEnd, Error, Holds, Reach, Memory, Ping]);
+    assert_eq!(allowed(&|p| drop(p.done().unwrap())), [Done, Error, Holds, Reach, Memory, Ping]);
+    assert_eq!(allowed(&|p| drop(p.ping(5).unwrap())), [Error, Holds, Reach, Memory, Ping, Pong]);
     let fault = Fault { kind: crate::Kind::Stale, stage: Stage::Data, stripe: None, message: String::new() };
     let failed = |p: &mut PullStream| {
         let frame = Message::Error(fault.clone()).encode(STREAM).unwrap();
@@ -139,7 +168,7 @@ fn a_pull_stream_refuses_every_frame_out_of_order() {
 
 #[test]
 fn a_serve_stream_refuses_every_frame_out_of_order() {
-    use FrameKind::{Ack, Claim, Done, Error, Ping};
+    use FrameKind::{Ack, Claim, Done, Error, Ping, Reach};
     let ticket = ticket();
     let plan = plan(&ticket);
     let stripe = stripes(&plan)[0];
@@ -153,17 +182,17 @@ fn a_serve_stream_refuses_every_frame_out_of_order() {
         };
         FrameKind::ALL.into_iter().filter(ok).collect()
     };
-    assert_eq!(allowed(&|_, _| ()), [Claim, Done, Error, Ping]);
+    assert_eq!(allowed(&|_, _| ()), [Claim, Done, Error, Reach, Ping]);
     let claimed = |pull: &mut PullStream, serve: &mut ServeStream<'_>| {
         to_server(serve, &pull.claim(stripe, 0).unwrap()).unwrap();
     };
-    assert_eq!(allowed(&claimed), [Error, Ping], "a window of one is full");
+    assert_eq!(allowed(&claimed), [Error, Reach, Ping], "a window of one is full");
     let sent = |pull: &mut PullStream, serve: &mut ServeStream<'_>| {
         claimed(pull, serve);
         serve.data(stripe.bytes).unwrap();
         serve.end(sums(2)).unwrap();
     };
-    assert_eq!(allowed(&sent), [Ack, Error, Ping]);
+    assert_eq!(allowed(&sent), [Ack, Error, Reach, Ping]);
 }
 
 #[test]
@@ -244,7 +273,7 @@ fn claims_that_differ_from_the_plan_are_refused() {
     let other = StripePlan::new(&ticket, |_| Some(40_000)).unwrap();
     let error = to_server(&mut serve, &pull.claim(stripes(&other)[0], 0).unwrap()).unwrap_err();
     assert!(matches!(error, WireError::PlanDiffers { ours: Some(_), theirs: Some(_), .. }), "{error}");
-    let beyond = Claim { stripe: 99, attempt: 0, extent: all[0].extent };
+    let beyond = Claim { stripe: 99, attempt: 0, extent: all[0].extent, carriage: Carriage::Sent };
     let frame = Message::Claim(beyond).encode(STREAM).unwrap();
     assert!(matches!(to_server(&mut serve, &frame), Err(WireError::PlanDiffers { ours: None, .. })));
     let last = *all.last().unwrap();

@@ -1,8 +1,9 @@
 //! What a pass found, on the host.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use windlass_core::delta::container::Entry;
 use windlass_core::delta::{DeltaHeader, Encoded, Mode, PartBuilder, Record};
 use windlass_core::digest::BlockSum;
@@ -155,7 +156,7 @@ pub struct Uncollected {
 
 impl DeltaSource for Uncollected {
     fn records(self: Box<Self>, base: Base<'_>, stop: &Stop) -> Result<publish::Records, PublishError> {
-        let mut baseline = self.baseline.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut baseline = self.baseline.lock();
         let records = baseline.collect(self.target).map_err(|e| {
             let kind = e.kind();
             PublishError::Encoder(e.into(), kind)
@@ -182,7 +183,7 @@ pub(super) struct Pool {
 impl Pool {
     /// A buffer of at least so many bytes: one that is there, or a longer one instead of it.
     pub(super) fn take(&self, bytes: u64) -> Result<HostBuffer, CudaError> {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
         match free.pop() {
             Some(buffer) if buffer.bytes().len() as u64 >= bytes => Ok(buffer),
             short => {
@@ -193,7 +194,7 @@ impl Pool {
     }
 
     pub(super) fn put(&self, buffer: HostBuffer) {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.free.lock();
         // Two are enough for one that is written while another is sent.
         if free.len() < 2 {
             free.push(buffer);

@@ -9,10 +9,11 @@ use std::path::Path;
 use std::process::{Child as Process, ChildStdin, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Shape, expected, write_share};
@@ -32,15 +33,15 @@ static COUNTS: Mutex<Vec<&'static str>> = Mutex::new(Vec::new());
 
 /// The hook in the code under test.
 pub(crate) fn step(name: &'static str) {
-    if STOPS.lock().unwrap().is_empty() {
+    if STOPS.lock().is_empty() {
         return;
     }
     let count = {
-        let mut counts = COUNTS.lock().unwrap();
+        let mut counts = COUNTS.lock();
         counts.push(name);
         counts.iter().filter(|n| **n == name).count()
     };
-    let mut stops = STOPS.lock().unwrap();
+    let mut stops = STOPS.lock();
     if stops.remove(name) || stops.remove(&format!("{name}:{count}")) {
         drop(stops);
         say(name);
@@ -102,8 +103,8 @@ fn obey(region: &Arc<Region>, held: &mut Held, line: &str) -> Result<String, Reg
     let number = |i: usize| words[i].parse::<u64>().unwrap();
     match words[0] {
         "stop-at" => {
-            COUNTS.lock().unwrap().clear();
-            STOPS.lock().unwrap().insert(words[1].to_owned());
+            COUNTS.lock().clear();
+            STOPS.lock().insert(words[1].to_owned());
         }
         "rank" => held.writer = Some(region.writer(number(1) as u16)?),
         "write" => {

@@ -142,11 +142,11 @@ fn every_transfer_inside_tls_through_a_harmful_network_ends_so_too() {
 
 fn all_seeds(tls: Option<&(Certificate, Privacy)>) {
     let image = Image::new(odd_manifest(), 99);
-    let next = std::sync::Mutex::new(seeds());
+    let next = parking_lot::Mutex::new(seeds());
     std::thread::scope(|scope| {
         for _ in 0..8 {
             scope.spawn(|| {
-                while let Some(seed) = { next.lock().unwrap().next() } {
+                while let Some(seed) = { next.lock().next() } {
                     let result =
                         std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| one(seed, &image, tls)));
                     assert!(

@@ -2,10 +2,11 @@
 
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Barrier, Condvar, Mutex};
+use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
+use parking_lot::{Condvar, Mutex};
 use windlass_core::error::Kind;
 use windlass_core::wire::{
     Relay, RelayOffer, SourceId, Swarm, Ticket, TicketFields, TicketId, TicketKey, neighbours,
@@ -14,6 +15,7 @@ use windlass_core::wire::{
 use super::world::{DATA_START, Image, Landed, eventually, plain_manifest, quick_pull, random, sender};
 use crate::shm::{Access, Mapping};
 use crate::stop::Stop;
+use crate::tcp::offer::Served;
 use crate::tcp::{Board, Crowd, Offer, OfferHandle, PullConfig, Pulled, Relays, Sender, TcpError};
 
 /// Who relays: what an agent knows.
@@ -25,7 +27,7 @@ struct Office {
 
 impl Office {
     fn enter(&self, rank: u32, relay: Relay) {
-        self.relays.lock().unwrap().push((rank, relay));
+        self.relays.lock().push((rank, relay));
         self.changed.notify_all();
     }
 }
@@ -41,7 +43,7 @@ struct Window<'a> {
 impl Relays for Window<'_> {
     fn wait(&self, _: u32, stop: &Stop) -> Option<(u32, Vec<Relay>)> {
         let near = neighbours(self.rank, self.receivers, 8);
-        let mut relays = self.office.relays.lock().unwrap();
+        let mut relays = self.office.relays.lock();
         loop {
             let found: Vec<Relay> =
                 relays.iter().filter(|(rank, _)| near.contains(rank)).map(|(_, r)| r.clone()).collect();
@@ -51,7 +53,7 @@ impl Relays for Window<'_> {
             if stop.is_set() {
                 return None;
             }
-            (relays, _) = self.office.changed.wait_timeout(relays, stop.nap()).unwrap();
+            self.office.changed.wait_for(&mut relays, stop.nap());
         }
     }
 }
@@ -207,4 +209,31 @@ fn what_a_relay_does_not_hold_it_does_not_send() {
     origin.pull(1, &ticket, &peer, &Stop::never()).unwrap();
     peer.landed.check_whole(&origin.image);
     assert_eq!(handle.progress().bytes_sent, 0);
+}
+
+#[test]
+fn an_origin_tells_its_news_once_and_again_after_a_connection_was_lost() {
+    let image = Image::new(plain_manifest(1 << 20), 3);
+    let ticket = Ticket::new(image.ticket("127.0.0.1:1".parse().unwrap())).unwrap();
+    let served = |crowd| {
+        let (ticket, body) = (ticket.clone(), image.body(Arc::new(())));
+        Served::new(Offer { ticket, source: SourceId(0), body, crowd }).unwrap()
+    };
+    let board = Arc::new(Board::default());
+    let origin = served(Crowd::Among(Arc::clone(&board)));
+    let relay = served(Crowd::Any(Arc::clone(&board)));
+    [0, 1, 5].into_iter().for_each(|stripe| board.add(stripe));
+    let (mut one, mut other) = (0, 0);
+    assert_eq!(origin.news(&mut one, false), [0..2, 5..6]);
+    assert!(origin.news(&mut other, false).is_empty(), "the same receiver, by another stream");
+    origin.leave(1);
+    assert_eq!(
+        origin.news(&mut other, false),
+        [0..2, 5..6],
+        "what the lost connection told may not have arrived"
+    );
+    // Every connection of a relay leads to another receiver.
+    assert_eq!(relay.news(&mut one, true), [0..2, 5..6]);
+    assert_eq!(relay.news(&mut other, true), [0..2, 5..6]);
+    assert!(relay.news(&mut other, true).is_empty());
 }

@@ -2,9 +2,10 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use windlass_core::error::Kind;
 use windlass_core::wire::{Checks, Ticket, TicketFields, TicketKey};
 
@@ -58,7 +59,7 @@ fn attempt(sender: &Sender, privacy: &Privacy, change: impl Fn(TicketFields) -> 
     let began = Instant::now();
     let error = landed.pull(&image.manifest, &ticket, &config, &Stop::never()).unwrap_err();
     assert!(began.elapsed() < Duration::from_secs(5), "{:?}", began.elapsed());
-    assert_eq!((handle.progress().bytes_sent, landed.sums.lock().unwrap().len()), (0, 0));
+    assert_eq!((handle.progress().bytes_sent, landed.sums.lock().len()), (0, 0));
     error
 }
 
@@ -108,7 +109,7 @@ fn listen_in(upstream: SocketAddr) -> (SocketAddr, Arc<Mutex<Vec<u8>>>) {
                 std::thread::spawn(move || {
                     let mut buffer = vec![0; 1 << 16];
                     while let Ok(n @ 1..) = from.read(&mut buffer) {
-                        keep.lock().unwrap().extend(&buffer[..n]);
+                        keep.lock().extend(&buffer[..n]);
                         if to.write_all(&buffer[..n]).is_err() {
                             break;
                         }
@@ -135,7 +136,7 @@ fn nobody_on_the_wire_can_read_weights_or_tickets_inside_tls() {
         let config = if tls { PullConfig { privacy: &privacy, ..quick_pull() } } else { quick_pull() };
         landed.pull(&image.manifest, &ticket, &config, &Stop::never()).unwrap();
         landed.check_whole(&image);
-        let heard = heard.lock().unwrap();
+        let heard = heard.lock();
         let has = |bytes: &[u8]| heard.windows(bytes.len()).any(|w| w == bytes);
         (has(&image.data[1000..1032]), has(&ticket.id.0))
     };

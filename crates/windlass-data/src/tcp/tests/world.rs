@@ -5,9 +5,10 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::net::SocketAddr;
 use std::os::unix::fs::FileExt;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use parking_lot::Mutex;
 use windlass_core::digest::{BlockSum, SumTable, sum_block};
 use windlass_core::dtype::Dtype;
 use windlass_core::identity::{CutsHash, Identity, Incarnation, LayoutHash, ModelId, StateDigest};
@@ -265,7 +266,7 @@ impl Landed {
             kernels: kernels(),
             proof: self.proof.as_deref(),
             landed: &|block, sum| {
-                assert_eq!(self.sums.lock().unwrap().insert(block, sum), None, "block {block} landed twice");
+                assert_eq!(self.sums.lock().insert(block, sum), None, "block {block} landed twice");
                 self.gate.iter().for_each(|gate| gate());
             },
             finish: &|| Ok(()),
@@ -279,7 +280,7 @@ impl Landed {
 
     /// Every block that was said to have landed has the bytes and the sum of the image.
     pub(super) fn check_against(&self, image: &Image) {
-        for (id, sum) in self.sums.lock().unwrap().iter() {
+        for (id, sum) in self.sums.lock().iter() {
             assert_eq!(*sum, image.sums.get(*id), "sum of block {id}");
             for run in image.manifest.byte_runs(&image.manifest.cuts().block(*id).unwrap()) {
                 let run = run.start as usize..run.end as usize;
@@ -290,7 +291,7 @@ impl Landed {
 
     pub(super) fn check_whole(&self, image: &Image) {
         assert!(self.data() == image.data, "the images differ");
-        assert_eq!(self.sums.lock().unwrap().len() as u32, image.manifest.cuts().blocks());
+        assert_eq!(self.sums.lock().len() as u32, image.manifest.cuts().blocks());
         self.check_against(image);
     }
 }

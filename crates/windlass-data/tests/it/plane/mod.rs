@@ -191,6 +191,7 @@ pub(crate) fn receiver_at(dir: PathBuf, control: Arc<dyn Control>, mode: Request
 
 pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig {
     ReceiverConfig {
+        slice: None,
         image: ImageSpec {
             dir,
             model_id: ModelId::new("actor").unwrap(),
@@ -207,6 +208,7 @@ pub(crate) fn receiver_config(dir: PathBuf, mode: RequestMode) -> ReceiverConfig
         allow: None,
         keep: None,
         share: None,
+        nixl: None,
         relaying: None,
     }
 }

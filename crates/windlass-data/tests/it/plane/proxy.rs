@@ -4,11 +4,12 @@ use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::num::NonZeroU16;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex};
 use windlass_core::address::{Host, HostPort};
 use windlass_core::digest::BlockSum;
 use windlass_core::identity::{Identity, Incarnation, Version};
@@ -63,12 +64,12 @@ impl Line {
 
     /// Lets bytes through until `total` have passed; all of them with `None`.
     pub(crate) fn allow(&self, total: Option<u64>) {
-        *self.allowed.lock().unwrap() = total;
+        *self.allowed.lock() = total;
         self.changed.notify_all();
     }
 
     pub(crate) fn trouble(&self, seed: u64, percent: u64) {
-        *self.dice.lock().unwrap() = (percent > 0).then_some((Noise(seed | 1), percent));
+        *self.dice.lock() = (percent > 0).then_some((Noise(seed | 1), percent));
     }
 
     pub(crate) fn troubles(&self) -> u64 {
@@ -81,19 +82,19 @@ impl Line {
 
     /// Waits until `bytes` more may pass, or the end.
     fn admit(&self, bytes: u64) -> bool {
-        let mut allowed = self.allowed.lock().unwrap();
+        let mut allowed = self.allowed.lock();
         while allowed.is_some_and(|total| self.passed() + bytes > total) {
             if self.over() {
                 return false;
             }
-            allowed = self.changed.wait_timeout(allowed, LOOK).unwrap().0;
+            self.changed.wait_for(&mut allowed, LOOK);
         }
         self.passed.fetch_add(bytes, Ordering::SeqCst);
         !self.over()
     }
 
     fn draw(&self) -> (Trouble, u64) {
-        let mut dice = self.dice.lock().unwrap();
+        let mut dice = self.dice.lock();
         let Some((noise, percent)) = dice.as_mut() else { return (Trouble::None, 0) };
         if noise.below(100) >= *percent {
             return (Trouble::None, 0);
@@ -259,7 +260,7 @@ impl Via {
     }
 
     fn rewrite(&self, ticket: &mut TicketFields) {
-        let mut proxies = self.proxies.lock().unwrap();
+        let mut proxies = self.proxies.lock();
         for source in &mut ticket.sources {
             let target = source.endpoint.to_string();
             let entry = proxies.entry(target.clone()).or_insert_with(|| {

@@ -1,71 +1,71 @@
 //! The file: its tables against the commands, its keys against their flags, its values against the flags' parsers.
 
-use std::io::Read as _;
+use std::fs::File;
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use clap::{ArgAction, Command};
-use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::{ConfigError, Given, MOST, Nearest, Source, check, commands, flag, flags};
+use super::{ConfigError, FILE, FLAG, Given, MOST, Source, TABLES, VARIABLE, commands, flag, flags, nearest};
 
 /// Reads and checks a file, all of it.
-pub(super) fn read(root: &Command, path: &Path) -> Result<Vec<Given>, ConfigError> {
+pub(super) fn read<'a>(root: &'a Command, path: &Path) -> Result<Vec<Given<'a>>, ConfigError> {
+    let cannot = |source: io::Error| ConfigError {
+        kind: windlass_data::file::io_kind(&source),
+        message: format!("cannot read the configuration {}", path.display()),
+        advice: format!(
+            "check the path of --{FLAG} or {VARIABLE}; without them ./{FILE} is read if it exists"
+        ),
+        source: Some(source),
+    };
     let mut text = String::new();
-    let cannot = |source| ConfigError::Read { path: path.to_owned(), source };
-    let file = std::fs::File::open(path).map_err(cannot)?;
-    file.take(MOST + 1).read_to_string(&mut text).map_err(cannot)?;
+    File::open(path).and_then(|file| file.take(MOST + 1).read_to_string(&mut text)).map_err(cannot)?;
     if text.len() as u64 > MOST {
-        return Err(ConfigError::TooLong { path: path.to_owned() });
+        let message = format!("the configuration {} has more than {MOST} bytes", path.display());
+        return Err(ConfigError::new(message, "it is no configuration; give another file"));
     }
-    let reader = Reader { path, text: &text };
-    let tables = DeTable::parse(&text).map_err(|e| ConfigError::Syntax {
-        at: reader.source(e.span().map_or(0, |s| s.start)),
-        message: e.message().replace('\n', " "),
+    let mut reader = Reader { path, text: &text, commands: commands(root), given: Vec::new() };
+    let tables = DeTable::parse(&text).map_err(|e| {
+        let at = reader.source(e.span().map_or(0, |s| s.start));
+        let message = format!("{at}: {}", e.message().replace('\n', " "));
+        ConfigError::new(message, "correct it; `windlass config` lists tables and keys")
     })?;
-    let mut given = Vec::new();
-    reader.tables(root, &[], tables.get_ref(), &mut given)?;
-    Ok(given)
+    reader.tables(&[], tables.get_ref())?;
+    Ok(reader.given)
 }
 
-struct Reader<'a> {
-    path: &'a Path,
-    text: &'a str,
+struct Reader<'a, 't> {
+    path: &'t Path,
+    text: &'t str,
+    commands: Vec<(Vec<String>, &'a Command)>,
+    given: Vec<Given<'a>>,
 }
 
-impl Reader<'_> {
+impl<'a> Reader<'a, '_> {
     fn source(&self, byte: usize) -> Source {
         let line = self.text.bytes().take(byte).filter(|b| *b == b'\n').count() + 1;
-        Source::File(self.path.to_owned(), line)
+        Source { word: "file", place: Some(format!("{}:{line}", self.path.display())) }
     }
 
     /// Tables of commands that are `path` below the root.
-    fn tables(
-        &self,
-        root: &Command,
-        path: &[String],
-        tables: &DeTable<'_>,
-        given: &mut Vec<Given>,
-    ) -> Result<(), ConfigError> {
-        let all = commands(root);
+    fn tables(&mut self, path: &[String], tables: &DeTable<'_>) -> Result<(), ConfigError> {
         for (name, value) in tables {
             let at = self.source(name.span().start);
             let below = [path, &[name.get_ref().to_string()]].concat();
-            let named: Vec<_> = all.iter().filter(|(p, _)| p.starts_with(&below)).collect();
             let dotted = below.join(".");
-            match (value.get_ref(), named.first()) {
-                (DeValue::Table(table), Some((p, command))) if *p == below => {
-                    self.keys(&all, &below, command, table, given)?;
-                }
-                (DeValue::Table(table), Some(_)) => self.tables(root, &below, table, given)?,
-                (DeValue::Table(_), None) => {
-                    let nearest = Nearest::of(&dotted, all.iter().map(|(p, _)| p.join(".")));
-                    return Err(ConfigError::Table { at, name: dotted, nearest });
-                }
-                _ => {
-                    let owners = owners(&all, name.get_ref(), &[]);
-                    let nearest = Nearest((!owners.is_empty()).then(|| format!("; it is a key of {owners}")));
-                    return Err(ConfigError::Loose { at, name: dotted, nearest });
+            let DeValue::Table(table) = value.get_ref() else {
+                let owners = self.owners(name.get_ref());
+                let message = format!("{at}: {dotted:?} stands outside of a command's table{owners}");
+                return Err(ConfigError::new(message, TABLES));
+            };
+            match self.commands.iter().find(|(p, _)| p.starts_with(&below)) {
+                Some(&(ref p, command)) if *p == below => self.keys(&below, command, table)?,
+                Some(_) => self.tables(&below, table)?,
+                None => {
+                    let nearest = nearest(&dotted, self.commands.iter().map(|(p, _)| p.join(".")));
+                    let message = format!("{at}: no command {dotted:?} for the table [{dotted}]{nearest}");
+                    return Err(ConfigError::new(message, TABLES));
                 }
             }
         }
@@ -73,57 +73,57 @@ impl Reader<'_> {
     }
 
     fn keys(
-        &self,
-        all: &[(Vec<String>, &Command)],
+        &mut self,
         path: &[String],
-        command: &Command,
+        command: &'a Command,
         table: &DeTable<'_>,
-        given: &mut Vec<Given>,
     ) -> Result<(), ConfigError> {
+        let dotted = path.join(".");
         for (key, value) in table {
-            let at = self.source(key.span().start);
-            let name = key.get_ref();
-            let Some(arg) = flag(command, name) else {
-                let mut nearest = Nearest::of(name, flags(command).map(|(long, _)| long.to_owned()));
-                let owners = owners(all, name, path);
-                if nearest.0.is_none() && !owners.is_empty() {
-                    nearest = Nearest(Some(format!("; it is a key of {owners}")));
-                }
-                let (table, key) = (path.join("."), name.to_string());
-                return Err(ConfigError::Key { at, table, key, nearest });
+            let (at, key, value) = (self.source(key.span().start), key.get_ref(), value.get_ref());
+            let Some(arg) = flag(command, key) else {
+                let nearest = nearest(key, flags(command).map(|(long, _)| long.to_owned()));
+                let hint = if nearest.is_empty() { self.owners(key) } else { nearest };
+                let advice = format!(
+                    "keys are the long flags of the command: see `windlass config {}`",
+                    path.join(" ")
+                );
+                return Err(ConfigError::new(format!("{at}: [{dotted}] has no key {key:?}{hint}"), advice));
             };
-            let sort = |wanted: &'static str, value: &DeValue<'_>| ConfigError::Sort {
-                at: at.clone(),
-                key: format!("{}.{name}", path.join(".")),
-                wanted,
-                found: sort_of(value),
-            };
-            let words = match (arg.get_action(), value.get_ref()) {
-                (ArgAction::SetTrue, DeValue::Boolean(on)) => Vec::from_iter(on.then(|| "true".to_owned())),
-                (ArgAction::SetTrue, other) => return Err(sort("true or false", other)),
+            let values: Vec<&DeValue<'_>> = match (arg.get_action(), value) {
                 (ArgAction::Append, DeValue::Array(values)) => {
-                    let word = |v: &Spanned<DeValue<'_>>| {
-                        scalar(v.get_ref()).ok_or_else(|| sort("a list of texts and numbers", v.get_ref()))
-                    };
-                    values.iter().map(word).collect::<Result<_, _>>()?
+                    values.iter().map(toml::Spanned::get_ref).collect()
                 }
-                (ArgAction::Append, one) => {
-                    vec![scalar(one).ok_or_else(|| sort("a text, a number or a list of them", one))?]
-                }
-                (_, one) => vec![scalar(one).ok_or_else(|| sort("a text or a number", one))?],
+                (_, one) => vec![one],
             };
-            let one = Given { command: path.to_vec(), key: name.to_string(), words, source: at };
-            check(&one, arg)?;
-            given.push(one);
+            let wanted = match (arg.get_action(), value) {
+                (ArgAction::SetTrue, _) => "true or false",
+                (ArgAction::Append, DeValue::Array(_)) => "a list of texts and numbers",
+                (ArgAction::Append, _) => "a text, a number or a list of them",
+                (_, _) => "a text or a number",
+            };
+            let mut words = Vec::new();
+            for value in values {
+                match (arg.get_action(), value, scalar(value)) {
+                    (ArgAction::SetTrue, DeValue::Boolean(on), _) => words.extend(on.then(|| "true".into())),
+                    (action, _, Some(word)) if action.takes_values() => words.push(word),
+                    _ => {
+                        let key = format!("{dotted}.{key}");
+                        return Err(ConfigError::sort(&at, &key, wanted, sort_of(value)));
+                    }
+                }
+            }
+            self.given.push(Given::new(path, arg, words, at)?);
         }
         Ok(())
     }
-}
 
-/// The tables that have a key, other than `not`.
-fn owners(all: &[(Vec<String>, &Command)], key: &str, not: &[String]) -> String {
-    let having = all.iter().filter(|(path, command)| path != not && flag(command, key).is_some());
-    having.map(|(path, _)| format!("[{}]", path.join("."))).collect::<Vec<_>>().join(", ")
+    /// The tables that have a key, as the end of a sentence.
+    fn owners(&self, key: &str) -> String {
+        let having = self.commands.iter().filter(|(_, command)| flag(command, key).is_some());
+        let names: Vec<_> = having.map(|(path, _)| format!("[{}]", path.join("."))).collect();
+        if names.is_empty() { String::new() } else { format!("; it is a key of {}", names.join(", ")) }
+    }
 }
 
 fn scalar(value: &DeValue<'_>) -> Option<String> {

@@ -2,7 +2,7 @@
 //!
 //! Owns: the location and the contents of the file, the precedence of sources, and `windlass config`, which prints each
 //! value with its source. Called by [`crate::cli`] before arguments are parsed. Works on the parser's description of the
-//! commands and knows by name only the flags of [`SHARED`], so that every flag of every command can be configured.
+//! commands and knows by name only the flag of [`SHARED`], so that every flag of every command can be configured.
 //! Must not: interpret a value; the parser does.
 //!
 //! # The file
@@ -41,28 +41,29 @@
 //! Processes that Windlass starts get everything as arguments: `WINDLASS_CONFIG=none` makes a command read neither the file
 //! nor the environment.
 
-mod error;
 mod file;
 mod show;
 
 use std::ffi::{OsStr, OsString};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
+use std::{fmt, io};
 
 use clap::builder::Resettable;
 use clap::parser::ValueSource;
 use clap::{Arg, ArgAction, ArgMatches, Command};
+use windlass_core::error::Kind;
 
+use crate::error::Error;
 use crate::service::program;
 
-pub(super) use self::error::{ConfigError, Nearest, Source};
 pub(super) use self::show::Show;
 
 /// The default file, in the current directory.
-pub(super) const FILE: &str = "windlass.toml";
+const FILE: &str = "windlass.toml";
 /// The variable that names another file.
-pub(super) const VARIABLE: &str = program::CONFIG;
-/// Flags that have one variable for all commands that have them.
-pub(super) const SHARED: [(&str, &str); 1] = [("controller", "WINDLASS_CONTROLLER")];
+const VARIABLE: &str = program::CONFIG;
+/// The flag that has one variable for all commands that have it.
+const SHARED: (&str, &str) = ("controller", "WINDLASS_CONTROLLER");
 /// What every variable begins with.
 const PREFIX: &str = "WINDLASS_";
 /// The longest file that is read.
@@ -71,14 +72,70 @@ const MOST: u64 = 1 << 20;
 const FLAG: &str = "config-file";
 /// The command that prints the configuration, and takes part in none itself.
 const SHOW: &str = "config";
+/// Advice on a value.
+const VALUES: &str = "correct the value, or remove it for the default";
+/// Advice on the name of a table.
+const TABLES: &str =
+    "tables are named after commands, such as [receive] or [bench.codec]; see `windlass --help`";
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("{message}")]
+pub(super) struct ConfigError {
+    kind: Kind,
+    message: String,
+    advice: String,
+    source: Option<io::Error>,
+}
+
+impl ConfigError {
+    fn new(message: String, advice: impl Into<String>) -> ConfigError {
+        ConfigError { kind: Kind::Invalid, message, advice: advice.into(), source: None }
+    }
+
+    /// A value of a sort that the flag does not take.
+    fn sort(at: &Source, key: &str, wanted: &str, found: &str) -> ConfigError {
+        ConfigError::new(format!("{at}: {key} must be {wanted}, not {found}"), VALUES)
+    }
+}
+
+impl From<ConfigError> for Error {
+    fn from(e: ConfigError) -> Error {
+        Error::of_module(e.kind, e.advice.clone(), e)
+    }
+}
+
+/// The source of a value.
+#[derive(Clone, Debug)]
+struct Source {
+    /// As `windlass config --json` names it.
+    word: &'static str,
+    /// The variable, or the line of the file.
+    place: Option<String>,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.place.as_deref().unwrap_or(self.word))
+    }
+}
+
+/// A suggestion of the most similar known name, if one is similar at all, as the end of a sentence.
+fn nearest(name: &str, known: impl IntoIterator<Item = String>) -> String {
+    let plain = |s: &str| s.to_lowercase().replace('_', "-");
+    let name = plain(name);
+    let scored = known.into_iter().map(|k| (strsim::osa_distance(&name, &plain(&k)), k));
+    let most = (name.chars().count() / 3).max(1);
+    let best = scored.min_by_key(|(distance, _)| *distance).filter(|(distance, _)| *distance <= most);
+    best.map_or_else(String::new, |(_, name)| format!("; did you mean {name:?}?"))
+}
 
 /// A command's directory and environment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Surroundings {
     /// Directory of [`FILE`].
-    pub(super) directory: PathBuf,
-    /// The variables.
-    pub(super) environment: Vec<(OsString, OsString)>,
+    directory: PathBuf,
+    environment: Vec<(OsString, OsString)>,
 }
 
 impl Surroundings {
@@ -102,13 +159,17 @@ impl Surroundings {
         let named = |a: &OsString| {
             a.to_str().is_some_and(|a| a.strip_prefix("--").is_some_and(|a| a.starts_with(FLAG)))
         };
-        self.environment.is_empty() && !arguments.iter().any(named) && self.file(None).is_none()
+        let nothing = self.environment.is_empty() && !self.directory.join(FILE).exists();
+        self.off() || (nothing && !arguments.iter().any(named))
     }
 
     /// The file to read: what was named, or the usual one if it is there.
-    fn file(&self, flag: Option<&OsStr>) -> Option<PathBuf> {
-        let named = flag.or_else(|| self.variable(VARIABLE).filter(|v| !v.is_empty()));
-        match named {
+    fn file(&self, matches: &ArgMatches) -> Option<PathBuf> {
+        if self.off() {
+            return None;
+        }
+        let flag = matches.get_raw("config_file").and_then(|mut v| v.next());
+        match flag.or_else(|| self.variable(VARIABLE).filter(|v| !v.is_empty())) {
             Some(path) => Some(self.directory.join(path)),
             None => Some(self.directory.join(FILE)).filter(|p| p.exists()),
         }
@@ -116,73 +177,80 @@ impl Surroundings {
 }
 
 /// A value from the file or the environment, in the parser's form.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Given {
+#[derive(Clone, Debug)]
+struct Given<'a> {
     /// The command's names, `bench`, `codec`.
-    command: Vec<String>,
-    /// The long flag.
-    key: String,
+    path: Vec<String>,
+    arg: &'a Arg,
     /// None for a switch that is off.
     words: Vec<String>,
     source: Source,
 }
 
-impl Given {
-    fn arguments(&self, arg: &Arg) -> Vec<OsString> {
-        match arg.get_action() {
-            ArgAction::SetTrue => self.words.iter().map(|_| format!("--{}", self.key).into()).collect(),
-            _ => self.words.iter().map(|w| format!("--{}={w}", self.key).into()).collect(),
+impl<'a> Given<'a> {
+    /// Checks the words with the flag's own parser.
+    fn new(
+        path: &[String],
+        arg: &'a Arg,
+        words: Vec<String>,
+        source: Source,
+    ) -> Result<Given<'a>, ConfigError> {
+        let given = Given { path: path.to_vec(), arg, words, source };
+        let alone = free(arg.clone()).conflicts_with(Resettable::Reset).group(Resettable::Reset);
+        let parser = Command::new("value").no_binary_name(true).arg(alone);
+        match parser.try_get_matches_from(given.arguments()) {
+            Ok(_) => Ok(given),
+            Err(e) => {
+                let message = crate::console::one_line(&e.render().to_string());
+                Err(ConfigError::new(format!("{}: {message}", given.source), VALUES))
+            }
         }
+    }
+
+    fn key(&self) -> &'a str {
+        self.arg.get_long().unwrap_or_default()
+    }
+
+    fn arguments(&self) -> impl Iterator<Item = OsString> {
+        let takes_values = self.arg.get_action().takes_values();
+        let value = move |w: &String| if takes_values { format!("={w}") } else { String::new() };
+        self.words.iter().map(move |w| format!("--{}{}", self.key(), value(w)).into())
     }
 }
 
 /// Arguments with the values of file and environment.
 #[derive(Debug)]
 pub(super) struct Completed {
-    /// The arguments.
     pub(super) arguments: Vec<OsString>,
-    /// What was added: the flag and its place.
-    pub(super) added: Vec<(String, Source)>,
-}
-
-impl Completed {
     /// The added values, for the end of a message about conflicting arguments.
-    pub(super) fn note(&self) -> Option<String> {
-        let added = self.added.iter().map(|(key, place)| format!("--{key} from {place}"));
-        (!self.added.is_empty()).then(|| format!("with {}", added.collect::<Vec<_>>().join(", ")))
-    }
+    pub(super) note: Option<String>,
 }
 
 /// Adds the values of file and environment for flags that are not among the arguments. Returns arguments that do not parse
 /// unchanged: the parser will report them.
 pub(super) fn complete(
     root: &Command,
-    arguments: Vec<OsString>,
+    mut arguments: Vec<OsString>,
     around: &Surroundings,
 ) -> Result<Completed, ConfigError> {
-    let as_is = |arguments| Ok(Completed { arguments, added: Vec::new() });
-    if around.off() || around.silent(&arguments) {
-        return as_is(arguments);
+    if around.silent(&arguments) {
+        return Ok(Completed { arguments, note: None });
     }
     let lenient = lenient(root.clone());
-    let Ok(matches) = lenient.clone().try_get_matches_from(&arguments) else { return as_is(arguments) };
-    let Some(asked) = Asked::of(&lenient, &matches) else { return as_is(arguments) };
-    if asked.path.iter().any(|p| p == SHOW) || asked.command.is_hide_set() {
-        return as_is(arguments);
+    let mut note = None;
+    if let Ok(matches) = lenient.clone().try_get_matches_from(&arguments)
+        && let Some(asked) = Asked::of(&lenient, &matches)
+        && asked.path.iter().all(|name| name != SHOW)
+        && !asked.command.is_hide_set()
+        && let Some(at) = end_of_names(&arguments, &asked.path)
+    {
+        let given = gather(&lenient, &asked, around)?;
+        let added = given.iter().filter(|g| !g.words.is_empty());
+        let added: Vec<String> = added.map(|g| format!("--{} from {}", g.key(), g.source)).collect();
+        note = (!added.is_empty()).then(|| format!("with {}", added.join(", ")));
+        arguments.splice(at..at, given.iter().flat_map(Given::arguments));
     }
-    let file = around.file(matches.get_raw("config_file").and_then(|mut v| v.next()));
-    let given = gather(&lenient, &asked, file.as_deref(), around)?;
-    let Some(at) = end_of_names(&lenient, &arguments, &asked.path) else { return as_is(arguments) };
-    let mut completed = Completed { arguments, added: Vec::new() };
-    for given in given.iter().rev() {
-        let Some(arg) = flag(asked.command, &given.key) else { continue };
-        let words = given.arguments(arg);
-        if !words.is_empty() {
-            completed.added.insert(0, (given.key.clone(), given.source.clone()));
-        }
-        completed.arguments.splice(at..at, words);
-    }
-    Ok(completed)
+    Ok(Completed { arguments, note })
 }
 
 /// The command that arguments ask for.
@@ -256,33 +324,29 @@ fn variable_of(path: &[String], key: &str) -> String {
 }
 
 /// The values for one command from all sources below the command line, without those that a higher source excludes.
-fn gather(
-    root: &Command,
-    asked: &Asked<'_>,
-    file: Option<&Path>,
+fn gather<'a>(
+    root: &'a Command,
+    asked: &Asked<'a>,
     around: &Surroundings,
-) -> Result<Vec<Given>, ConfigError> {
-    let in_file = file.map(|f| file::read(root, f)).transpose()?.unwrap_or_default();
-    let own = |key: &str| Some(variable_of(&asked.path, key));
-    let in_environment = environment(&asked.path, asked.command, own, around)?;
-    let shared =
-        |key: &str| SHARED.iter().find(|(flag, _)| *flag == key).map(|(_, variable)| (*variable).to_owned());
-    let shared = environment(&asked.path, asked.command, shared, around)?;
-    let mut kept: Vec<Given> = Vec::new();
-    let mut above: Vec<&Arg> =
-        flags(asked.command).map(|(_, a)| a).filter(|a| asked.on_command_line(a)).collect();
-    above.extend(asked.command.get_positionals().filter(|a| asked.on_command_line(a)));
-    for layer in [in_environment, in_file, shared] {
-        let of_layer: Vec<Given> = layer.into_iter().filter(|g| g.command == asked.path).collect();
-        let mut won = Vec::new();
-        for given in of_layer {
-            let Some(arg) = flag(asked.command, &given.key) else { continue };
-            if above.iter().all(|a| a.get_id() != arg.get_id() && !exclusive(asked.command, a, arg)) {
-                won.push(arg);
+) -> Result<Vec<Given<'a>>, ConfigError> {
+    if around.off() {
+        return Ok(Vec::new());
+    }
+    let in_file = around.file(asked.matches).map(|f| file::read(root, &f)).transpose()?.unwrap_or_default();
+    let own = environment(asked, |key| Some(variable_of(&asked.path, key)), around)?;
+    let shared = environment(asked, |key| (key == SHARED.0).then(|| SHARED.1.to_owned()), around)?;
+    let mut kept = Vec::new();
+    let mut above: Vec<&Arg> = asked.command.get_arguments().filter(|a| asked.on_command_line(a)).collect();
+    for layer in [own, in_file, shared] {
+        let higher = above.len();
+        for given in layer.into_iter().filter(|g| g.path == asked.path) {
+            let arg = given.arg;
+            let excludes = |a: &&Arg| a.get_id() == arg.get_id() || exclusive(asked.command, a, arg);
+            if !above.iter().take(higher).any(excludes) {
+                above.push(arg);
                 kept.push(given);
             }
         }
-        above.extend(won);
     }
     Ok(kept)
 }
@@ -297,74 +361,45 @@ fn exclusive(command: &Command, a: &Arg, b: &Arg) -> bool {
     names(a, b) || names(b, a) || grouped
 }
 
-/// The place in the arguments after the names of the command.
-fn end_of_names(root: &Command, arguments: &[OsString], path: &[String]) -> Option<usize> {
-    let takes_value = |word: &str| {
-        let long = word.strip_prefix("--")?;
-        let arg = root.get_arguments().find(|a| a.get_long() == Some(long))?;
-        arg.get_action().takes_values().then_some(())
-    };
-    let mut names = path.iter();
-    let mut next = names.next()?;
-    let mut words = arguments.iter().enumerate().skip(1);
-    while let Some((at, word)) = words.next() {
-        let word = word.to_str()?;
-        if takes_value(word).is_some() {
-            words.next();
-        } else if word == next {
-            match names.next() {
-                Some(name) => next = name,
-                None => return Some(at + 1),
-            }
+/// The place in the arguments after the names of the command. `--config-file FILE` may stand before them.
+fn end_of_names(arguments: &[OsString], path: &[String]) -> Option<usize> {
+    let mut at = 1;
+    for name in path {
+        while let word = arguments.get(at)?.to_str()?
+            && word != name
+        {
+            at += if word.strip_prefix("--") == Some(FLAG) { 2 } else { 1 };
         }
+        at += 1;
     }
-    None
+    Some(at)
 }
 
-/// The values for a command from the environment.
-fn environment(
-    path: &[String],
-    command: &Command,
+/// The values for a command from the variables of its flags.
+fn environment<'a>(
+    asked: &Asked<'a>,
     variable: impl Fn(&str) -> Option<String>,
     around: &Surroundings,
-) -> Result<Vec<Given>, ConfigError> {
+) -> Result<Vec<Given<'a>>, ConfigError> {
     let mut found = Vec::new();
-    for (key, arg) in flags(command) {
+    for (key, arg) in flags(asked.command) {
         let Some(variable) = variable(key) else { continue };
         let Some(text) = around.variable(&variable) else { continue };
-        let text = text.to_str().ok_or_else(|| ConfigError::Encoding { variable: variable.clone() })?;
-        let source = Source::Environment(variable);
-        let words = match arg.get_action() {
-            ArgAction::SetTrue => match text {
-                "true" | "1" => vec![text.to_owned()],
-                "false" | "0" | "" => Vec::new(),
-                _ => {
-                    let (wanted, found) = ("true or false", "another word");
-                    return Err(ConfigError::Sort { at: source, key: key.to_owned(), wanted, found });
-                }
-            },
-            ArgAction::Append => text.split_whitespace().map(str::to_owned).collect(),
-            _ => vec![text.to_owned()],
+        let encoding =
+            || ConfigError::new(format!("the environment variable {variable} is not UTF-8"), VALUES);
+        let text = text.to_str().ok_or_else(encoding)?;
+        let source = Source { word: "environment", place: Some(variable) };
+        let words = match (arg.get_action(), text) {
+            (ArgAction::SetTrue, "false" | "0" | "") => Vec::new(),
+            (ArgAction::SetTrue, word) if !["true", "1"].contains(&word) => {
+                return Err(ConfigError::sort(&source, key, "true or false", "another word"));
+            }
+            (ArgAction::Append, text) => text.split_whitespace().map(str::to_owned).collect(),
+            (_, text) => vec![text.to_owned()],
         };
-        let given = Given { command: path.to_vec(), key: key.to_owned(), words, source };
-        check(&given, arg)?;
-        found.push(given);
+        found.push(Given::new(&asked.path, arg, words, source)?);
     }
     Ok(found)
-}
-
-/// Checks each value with the flag's own parser.
-fn check(given: &Given, arg: &Arg) -> Result<(), ConfigError> {
-    if !arg.get_action().takes_values() {
-        return Ok(());
-    }
-    let alone = free(arg.clone()).conflicts_with(Resettable::Reset).group(Resettable::Reset);
-    let parser = Command::new("value").no_binary_name(true).arg(alone);
-    let parsed = parser.try_get_matches_from(given.arguments(arg));
-    parsed.map(drop).map_err(|e| ConfigError::Value {
-        at: given.source.clone(),
-        message: crate::console::one_line(&e.render().to_string()),
-    })
 }
 
 #[cfg(test)]

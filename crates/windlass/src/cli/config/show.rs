@@ -4,12 +4,13 @@ use std::ffi::OsString;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, ArgAction, ArgMatches, Command};
+use clap::parser::ValueSource;
+use clap::{ArgAction, Command};
 use serde_json::{Map, Value, json};
 
 use super::{
-    Asked, ConfigError, FILE, FLAG, Nearest, Source, Surroundings, VARIABLE, commands, complete, flags,
-    gather, lenient, variable_of,
+    Asked, ConfigError, FILE, FLAG, Source, Surroundings, TABLES, VARIABLE, commands, complete, flags,
+    gather, lenient, nearest, variable_of,
 };
 use crate::console::{Session, Table};
 use crate::error::Error;
@@ -23,20 +24,13 @@ pub(in crate::cli) struct Show {
     pub(in crate::cli) file: Option<PathBuf>,
 }
 
-/// One value, as `windlass config` prints it.
-#[derive(Clone, Debug)]
-struct Row {
-    key: String,
-    value: Value,
-    source: Source,
-}
-
 /// What is known about one command.
 struct Listing {
     path: Vec<String>,
-    rows: Vec<Row>,
+    file: Option<PathBuf>,
+    rows: Vec<(String, Value, Source)>,
     /// Variables that no flag has, each with what may be meant.
-    strange: Vec<(String, Nearest)>,
+    strange: Vec<(String, String)>,
 }
 
 impl Show {
@@ -47,105 +41,84 @@ impl Show {
         around: &Surroundings,
         session: &Session,
     ) -> Result<(), Error> {
-        let mut words = vec![OsString::from("windlass")];
-        words.extend(self.file.iter().flat_map(|f| [format!("--{FLAG}").into(), f.clone().into_os_string()]));
-        words.extend(self.words.iter().cloned());
         let lenient = lenient(root.clone());
-        let (file, listings) = if self.words.is_empty() {
-            let flag = self.file.as_ref().map(|f| f.as_os_str());
-            let file = around.file(flag).filter(|_| !around.off());
-            let all = commands(&lenient);
-            let one = |path: &[String]| {
-                let words = words.iter().cloned().chain(path.iter().map(OsString::from)).collect();
-                list(&lenient, words, around).map(|(_, listing)| listing)
-            };
-            (file, all.iter().map(|(path, _)| one(path)).collect::<Result<Vec<_>, _>>()?)
-        } else {
-            let (file, listing) = list(&lenient, words, around)?;
-            (file, vec![listing])
-        };
         let whole = !self.words.is_empty();
-        session.finish(object(file.as_deref(), &listings), |out| {
-            human(out, file.as_deref(), &listings, whole);
-        })
+        let asked = if whole {
+            vec![self.words.clone()]
+        } else {
+            commands(&lenient).iter().map(|(path, _)| path.iter().map(OsString::from).collect()).collect()
+        };
+        let mut before = vec![OsString::from("windlass")];
+        before
+            .extend(self.file.iter().flat_map(|f| [format!("--{FLAG}").into(), f.clone().into_os_string()]));
+        let one = |words: Vec<OsString>| list(&lenient, [before.clone(), words].concat(), around);
+        let listings = asked.into_iter().map(one).collect::<Result<Vec<_>, _>>()?;
+        let file = listings.first().and_then(|listing| listing.file.as_deref());
+        session.finish(object(file, &listings), |out| human(out, file, &listings, whole))
     }
 }
 
 /// Every value of the command that the words name.
-fn list(
-    lenient: &Command,
-    words: Vec<OsString>,
-    around: &Surroundings,
-) -> Result<(Option<PathBuf>, Listing), Error> {
-    let completed = complete(lenient, words.clone(), around)?;
+fn list(lenient: &Command, words: Vec<OsString>, around: &Surroundings) -> Result<Listing, Error> {
     let parse = |words: &[OsString]| {
         let parsed = lenient.clone().try_get_matches_from(words);
         parsed.map_err(|e| Error::Usage(crate::console::one_line(&e.render().to_string())))
     };
-    let matches = parse(&completed.arguments)?;
-    let said = parse(&words)?;
+    let matches = parse(&words)?;
     let known = commands(lenient);
-    let unknown = |name: String| {
-        let nearest = Nearest::of(&name, known.iter().map(|(path, _)| path.join(" ")));
-        ConfigError::Command { name, nearest }
+    let asked = Asked::of(lenient, &matches);
+    let Some(asked) = asked.as_ref().filter(|a| known.iter().any(|(path, _)| *path == a.path)) else {
+        let name = asked.map_or_else(String::new, |a| a.path.join(" "));
+        let nearest = nearest(&name, known.iter().map(|(path, _)| path.join(" ")));
+        let message = format!("no command {name:?} has values to configure{nearest}");
+        return Err(ConfigError::new(message, TABLES).into());
     };
-    let asked = Asked::of(lenient, &matches).ok_or_else(|| unknown(String::new()))?;
-    let explicit = Asked::of(lenient, &said).ok_or_else(|| unknown(String::new()))?;
-    if !known.iter().any(|(path, _)| *path == asked.path) {
-        return Err(unknown(asked.path.join(" ")).into());
-    }
-    let file = around.file(matches.get_raw("config_file").and_then(|mut v| v.next()));
-    let file = file.filter(|_| !around.off());
-    // Switches that are off add no argument, so what was gathered says where a value stands.
-    let given = if around.off() { Vec::new() } else { gather(lenient, &explicit, file.as_deref(), around)? };
+    let given = gather(lenient, asked, around)?;
+    // Values that clash in one place are refused here too.
+    parse(&complete(lenient, words, around)?.arguments)?;
     let rows = flags(asked.command).map(|(key, arg)| {
-        let source = match given.iter().find(|g| g.key == key) {
-            Some(given) => given.source.clone(),
-            None if explicit.on_command_line(arg) => Source::CommandLine,
-            None if asked.matches.value_source(arg.get_id().as_str()).is_some() => Source::Default,
-            None => Source::Unset,
+        let id = arg.get_id().as_str();
+        let raw =
+            || asked.matches.get_raw(id).into_iter().flatten().map(|w| w.to_string_lossy().into_owned());
+        let word = match asked.matches.value_source(id) {
+            Some(ValueSource::CommandLine) => "command line",
+            Some(_) => "default",
+            None => "unset",
         };
-        Row { key: key.to_owned(), value: value_of(asked.matches, arg), source }
+        let given = given.iter().find(|g| g.key() == key);
+        let (mut words, source) = match given {
+            Some(given) => (given.words.clone(), given.source.clone()),
+            None => (raw().collect(), Source { word, place: None }),
+        };
+        let value = match arg.get_action() {
+            ArgAction::SetTrue if given.is_some() => json!(!words.is_empty()),
+            ArgAction::SetTrue => json!(asked.matches.get_flag(id)),
+            ArgAction::Append => json!(words),
+            _ => words.pop().map_or(Value::Null, Value::String),
+        };
+        (key.to_owned(), value, source)
     });
     let rows = rows.collect();
     let strange = strange(&asked.path, asked.command, around);
-    Ok((file, Listing { path: asked.path, rows, strange }))
-}
-
-fn value_of(matches: &ArgMatches, arg: &Arg) -> Value {
-    let id = arg.get_id().as_str();
-    if matches!(arg.get_action(), ArgAction::SetTrue) {
-        return Value::Bool(matches.get_flag(id));
-    }
-    let mut words = matches.get_raw(id).into_iter().flatten().map(|w| json!(w.to_string_lossy()));
-    match arg.get_action() {
-        ArgAction::Append => Value::Array(words.collect()),
-        _ => words.next().unwrap_or(Value::Null),
-    }
+    Ok(Listing { path: asked.path.clone(), file: around.file(asked.matches), rows, strange })
 }
 
 /// Variables that look like a flag of this command and are none.
-pub(super) fn strange(path: &[String], command: &Command, around: &Surroundings) -> Vec<(String, Nearest)> {
+pub(super) fn strange(path: &[String], command: &Command, around: &Surroundings) -> Vec<(String, String)> {
     let prefix = variable_of(path, "");
     let known: Vec<String> = flags(command).map(|(key, _)| variable_of(path, key)).collect();
     let names = around.environment.iter().filter_map(|(name, _)| name.to_str());
     let odd = names.filter(|n| n.starts_with(&prefix) && !known.iter().any(|k| k == n));
-    odd.map(|n| (n.to_owned(), Nearest::of(n, known.iter().cloned()))).collect()
+    odd.map(|n| (n.to_owned(), nearest(n, known.iter().cloned()))).collect()
 }
 
 fn object(file: Option<&Path>, listings: &[Listing]) -> Value {
-    let mut commands = Map::new();
-    let mut ignored = Vec::new();
-    for listing in listings {
-        let mut values = Map::new();
-        for Row { key, value, source } in &listing.rows {
-            let from =
-                matches!(source, Source::File(..) | Source::Environment(_)).then(|| source.to_string());
-            values.insert(key.clone(), json!({ "value": value, "source": source.word(), "from": from }));
-        }
-        commands.insert(listing.path.join("."), Value::Object(values));
-        ignored.extend(listing.strange.iter().map(|(name, _)| name.clone()));
-    }
+    let value = |(key, value, source): &(String, Value, Source)| {
+        (key.clone(), json!({ "value": value, "source": source.word, "from": source.place }))
+    };
+    let values = |l: &Listing| (l.path.join("."), Value::Object(l.rows.iter().map(value).collect()));
+    let commands: Map<String, Value> = listings.iter().map(values).collect();
+    let ignored: Vec<&String> = listings.iter().flat_map(|l| &l.strange).map(|(name, _)| name).collect();
     json!({ "file": file, "commands": commands, "ignored": ignored })
 }
 
@@ -157,17 +130,18 @@ fn human(out: &mut String, file: Option<&Path>, listings: &[Listing], whole: boo
     let mut nothing = true;
     for listing in listings {
         let mut table = Table::new(["", "value", "from"]);
-        let set = |row: &&Row| whole || !matches!(row.source, Source::Default | Source::Unset);
-        let shown: Vec<&Row> = listing.rows.iter().filter(set).collect();
-        if shown.is_empty() {
-            continue;
+        let mut shown = false;
+        for (key, value, source) in &listing.rows {
+            if whole || !["default", "unset"].contains(&source.word) {
+                table.row([key.clone(), plain(value), source.to_string()]);
+                shown = true;
+            }
         }
-        nothing = false;
-        for row in shown {
-            table.row([row.key.clone(), plain(&row.value), row.source.to_string()]);
+        if shown {
+            nothing = false;
+            let _ = writeln!(out, "\n[{}]", listing.path.join("."));
+            table.write(out);
         }
-        let _ = writeln!(out, "\n[{}]", listing.path.join("."));
-        table.write(out);
     }
     for (name, nearest) in listings.iter().flat_map(|l| &l.strange) {
         let _ = writeln!(out, "\n{name} is set and ignored: no flag is called so{nearest}");

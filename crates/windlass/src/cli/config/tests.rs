@@ -1,5 +1,6 @@
+use std::path::Path;
+
 use super::*;
-use windlass_core::error::Kind;
 
 /// A parser with everything that flags can be.
 fn root() -> Command {
@@ -46,8 +47,8 @@ fn completed(file: &str, variables: &[(&str, &str)], arguments: &str) -> Result<
 
 fn refused(file: &str, variables: &[(&str, &str)]) -> String {
     let error = completed(file, variables, "work --region=r").unwrap_err();
-    assert_eq!(error.kind(), Kind::Invalid);
-    assert!(!error.advice().is_empty());
+    assert_eq!(error.kind, Kind::Invalid);
+    assert!(!error.advice.is_empty());
     // The directory is another one each time.
     error.to_string().rsplit('/').next().unwrap().to_owned()
 }
@@ -206,13 +207,13 @@ fn numbers_of_all_kinds_reach_the_parser_in_its_own_form() {
 #[test]
 fn a_file_that_was_named_must_be_there() {
     let error = completed("", &[(VARIABLE, "absent.toml")], "work").unwrap_err();
-    assert_eq!(error.kind(), Kind::NotFound);
-    assert!(error.to_string().ends_with("absent.toml") && error.advice().contains(VARIABLE), "{error}");
+    assert_eq!(error.kind, Kind::NotFound);
+    assert!(error.to_string().ends_with("absent.toml") && error.advice.contains(VARIABLE), "{error}");
     assert_eq!(completed("", &[(VARIABLE, "")], "work"), Ok("work".into()));
     let long = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(long.path(), vec![b'#'; MOST as usize + 1]).unwrap();
     let error = completed("", &[(VARIABLE, long.path().to_str().unwrap())], "work").unwrap_err();
-    assert!(matches!(error, ConfigError::TooLong { .. }), "{error}");
+    assert!(error.kind == Kind::Invalid && error.to_string().contains("more than 1048576 bytes"), "{error}");
 }
 
 #[test]
@@ -236,7 +237,7 @@ fn variables_that_no_flag_has_change_nothing() {
     let odd =
         show::strange(&["work".to_owned()], work, &around(Path::new(""), &[("WINDLASS_WORK_STREEMS", "1")]));
     assert_eq!(odd[0].0, "WINDLASS_WORK_STREEMS");
-    assert_eq!(odd[0].1.to_string(), "; did you mean \"WINDLASS_WORK_STREAMS\"?");
+    assert_eq!(odd[0].1, "; did you mean \"WINDLASS_WORK_STREAMS\"?");
 }
 
 impl PartialEq for ConfigError {

@@ -9,6 +9,7 @@ pub(crate) mod controller;
 pub(crate) mod digest;
 pub(crate) mod fanout;
 pub(crate) mod load;
+pub(crate) mod nixl;
 pub(crate) mod offload;
 pub(crate) mod rig;
 pub(crate) mod scale;

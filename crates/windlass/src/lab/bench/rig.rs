@@ -18,6 +18,7 @@ use windlass_core::manifest::Manifest;
 use windlass_core::wire::Ticket;
 use windlass_core::wire::control::{Have, Registration, RequestMode, TransferAnswer, TransferRequest};
 use windlass_data::image::ImageSpec;
+use windlass_data::nixl::Exporter;
 use windlass_data::publish::{self, PublishError};
 use windlass_data::receiver::{Control, Receiver, ReceiverConfig};
 use windlass_data::region::{Attempt, Memfd, Region, RegionSpec};
@@ -100,16 +101,16 @@ impl<'a> Publisher<'a> {
         config: &'a PlaneConfig,
         cancel: &'a Stop,
     ) -> Result<Publisher<'a>, Error> {
-        Publisher::start_with(place, images, config, cancel, None)
+        Publisher::start_with(place, images, config, cancel, (None, None))
     }
 
-    /// The same with a certificate, or without.
+    /// The same with a certificate, or with exported memory.
     pub(crate) fn start_with(
         place: &BenchDir,
         images: &Images,
         config: &'a PlaneConfig,
         cancel: &'a Stop,
-        tls: Option<Certificate>,
+        (tls, nixl): (Option<Certificate>, Option<Arc<Exporter>>),
     ) -> Result<Publisher<'a>, Error> {
         let region = region(place, &Arc::new(images.manifest.clone()), 1)?;
         let writer = publish::Publisher::new(Arc::clone(&region), 0);
@@ -123,6 +124,7 @@ impl<'a> Publisher<'a> {
         };
         serving.tcp.max_handshakes_per_peer = serving.tcp.max_handshakes;
         serving.tcp.tls = tls;
+        serving.tcp.nixl = nixl;
         let server = Server::start(Arc::clone(&region), serving).map_err(failed!("serve the region"))?;
         let registered = server.register(&Registration::default(), 0).map_err(failed!("register"))?;
         let instance = registered.instance_id;
@@ -179,6 +181,7 @@ impl<'a> Publisher<'a> {
             version: None,
             layout_hash: None,
             wanted: None,
+            keeps: None,
             streams: Some(self.config.streams),
             timeout_ms: Some(TIMEOUT.as_millis() as u64),
             relay: None,
@@ -194,6 +197,7 @@ impl<'a> Publisher<'a> {
     /// A receiver with an image of its own.
     pub(crate) fn receiver(&self, place: &BenchDir, name: &str) -> Result<Receiver, Error> {
         let config = ReceiverConfig {
+            slice: None,
             image: image_spec(place, name, self.config.bench.threads)?,
             name: name.to_owned(),
             mode: RequestMode::Auto,
@@ -204,6 +208,7 @@ impl<'a> Publisher<'a> {
             allow: None,
             keep: None,
             share: None,
+            nixl: None,
             relaying: None,
         };
         let control = Arc::clone(&self.server) as Arc<dyn Control>;

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use serde_json::json;
 use windlass_data::image::{Image, Refresh};
-use windlass_data::tcp::{PullConfig, Watch, pull};
+use windlass_data::nixl::{Exporter, Reader};
+use windlass_data::tcp::{ImageLanding, PullConfig, Watch, pull};
 use windlass_data::tls::{Certificate, PLAIN, Privacy};
 
 use super::rig::{self, BenchDir, Publisher, failed};
@@ -32,7 +33,7 @@ pub(crate) fn run(config: &PlaneConfig, tls: bool, session: &Session) -> Result<
     let images = Images::make(&config.bench, session)?;
     let place = BenchDir::new(&config.region_dir)?;
     let mut times = Times::default();
-    with_link(config, session, &images, (&place, None), |link| {
+    with_link(config, session, &images, (&place, None, None), |link| {
         let mut measure = |inside: Option<&Link<'_>>| {
             for turn in 0..=config.bench.repeats {
                 session.cancel().check()?;
@@ -45,7 +46,7 @@ pub(crate) fn run(config: &PlaneConfig, tls: bool, session: &Session) -> Result<
         }
         let place = BenchDir::new(&config.region_dir)?;
         let tls = rig::certificate(&place)?;
-        with_link(config, session, &images, (&place, Some(&tls)), |inside| measure(Some(inside)))
+        with_link(config, session, &images, (&place, Some(&tls), None), |inside| measure(Some(inside)))
     })?;
     report(config, session, &images, &times)
 }
@@ -73,27 +74,34 @@ impl Times {
     }
 }
 
-/// Publishes the image in a place of its own, with a certificate or without, and lends both ends of the link.
-fn with_link(
+/// The two ends of NIXL.
+pub(super) type Nixl<'a> = (Arc<Exporter>, &'a Reader);
+
+/// Publishes the image in a place of its own, with a certificate or with exported memory, and lends both ends of the link.
+pub(super) fn with_link(
     config: &PlaneConfig,
     session: &Session,
     images: &Images,
-    (place, tls): (&BenchDir, Option<&(Certificate, Privacy)>),
+    (place, tls, nixl): (&BenchDir, Option<&(Certificate, Privacy)>, Option<Nixl<'_>>),
     work: impl FnOnce(&Link<'_>) -> Result<(), Error>,
 ) -> Result<(), Error> {
     let certificate = tls.map(|(certificate, _)| certificate.clone());
-    let mut publisher = Publisher::start_with(place, images, config, session.cancel(), certificate)?;
+    let (exporter, reader) = nixl.unzip();
+    let data = (certificate, exporter);
+    let mut publisher = Publisher::start_with(place, images, config, session.cancel(), data)?;
     publisher.commit(1, &images.base)?;
     publisher.served(1)?;
     let spec = rig::image_spec(place, "image", config.bench.threads)?;
     let manifest = Arc::clone(publisher.region.manifest());
-    let mut image = Image::create(spec, manifest, &publisher.stop()).map_err(failed!("make an image"))?;
+    let mut image =
+        Image::create(spec, manifest, None, &publisher.stop()).map_err(failed!("make an image"))?;
     image.region().report();
     let refresh = image.refresh(&publisher.stop()).map_err(failed!("open the image"))?;
     let path = publisher.region.slot_path(publisher.region.state().active.map_or(0, |s| s.slot));
     let file = File::open(&path).map_err(Error::io("open", &path))?;
     let privacy = tls.map_or(&PLAIN, |(_, privacy)| privacy);
-    let link = Link { publisher: &publisher, refresh: &refresh, file, privacy, streams: config.streams };
+    let link =
+        Link { publisher: &publisher, refresh: &refresh, file, privacy, reader, streams: config.streams };
     work(&link)?;
     link.check(&images.base)
 }
@@ -154,28 +162,40 @@ fn report(config: &PlaneConfig, session: &Session, images: &Images, times: &Time
 }
 
 /// Both ends.
-struct Link<'a> {
+pub(super) struct Link<'a> {
     publisher: &'a Publisher<'a>,
     refresh: &'a Refresh<'a>,
     file: File,
     privacy: &'a Privacy,
+    reader: Option<&'a Reader>,
     streams: u16,
 }
 
 impl Link<'_> {
-    /// One pull.
-    fn pull(&self, verify: bool) -> Result<Spent, Error> {
+    /// One pull, over TCP alone or by reading memory.
+    pub(super) fn pull_by(&self, nixl: bool, verify: bool) -> Result<Spent, Error> {
         let ticket = self.publisher.ticket(None)?;
-        let config = PullConfig { verify, privacy: self.privacy, ..PullConfig::default() };
-        let stop = self.publisher.stop();
+        let reader = self.reader.filter(|_| nixl);
+        let config = PullConfig { verify, privacy: self.privacy, nixl: reader, ..PullConfig::default() };
+        let (stop, watch) = (self.publisher.stop(), Watch::default());
         let ((), spent) = Spent::on(|| {
-            let pulled = self
-                .refresh
-                .land(&ticket, None, |land| pull(&ticket, land, &config, &stop, &Watch::default()));
+            let pulled = self.refresh.land(&ticket, None, |land| pull(&ticket, land, &config, &stop, &watch));
             pulled.map_err(failed!("pull the image"))?;
             Ok(())
         })?;
-        Ok(spent)
+        match watch.unread() {
+            Some(why) => Err(Error::Bug(format!("the image was not read by NIXL: {why}"))),
+            None => Ok(spent),
+        }
+    }
+
+    fn pull(&self, verify: bool) -> Result<Spent, Error> {
+        self.pull_by(false, verify)
+    }
+
+    /// The slot that is served.
+    pub(super) fn slot(&self) -> &File {
+        &self.file
     }
 
     /// The same bytes over bare connections.
@@ -202,11 +222,19 @@ impl Link<'_> {
     }
 
     fn with_data<T>(&self, f: impl FnOnce(&mut [u8]) -> Result<T, Error>) -> Result<T, Error> {
-        let ticket = self.publisher.ticket(None)?;
-        self.refresh.land(&ticket, None, |land| {
+        self.with_landing(|land| {
             let end = land.data_start + land.manifest.data_bytes();
             let mut loan = land.mapping.lend(land.data_start..end).map_err(failed!("write the image"))?;
             f(&mut loan)
         })
+    }
+
+    /// Lends the image to be written.
+    pub(super) fn with_landing<T>(
+        &self,
+        f: impl FnOnce(&ImageLanding<'_>) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        let ticket = self.publisher.ticket(None)?;
+        self.refresh.land(&ticket, None, f)
     }
 }

@@ -9,9 +9,9 @@
 //! kills receivers. If one thread fails, it sets the flag that Ctrl-C sets, and the others end.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use serde_json::json;
 use windlass_core::StateDigest;
 use windlass_core::address::Token;
@@ -278,7 +278,7 @@ impl<'a> Cluster<'a> {
         start: Instant,
     ) -> Result<bool, Error> {
         let images = self.hash_images()?;
-        let last = |all: &Mutex<Expected>| all.lock().unwrap_or_else(PoisonError::into_inner).last().copied();
+        let last = |all: &Mutex<Expected>| all.lock().last().copied();
         let last: Vec<Option<StateDigest>> = expected.iter().map(last).collect();
         let equal = |digests: &[StateDigest]| digests.iter().zip(&last).all(|(d, l)| Some(*d) == *l);
         let fine = !images.is_empty() && images.iter().all(|(_, digests)| equal(digests));

@@ -1,8 +1,8 @@
 //! The training loop of one demo trainer: train, publish, notify the controller, wait when too far ahead.
 
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use windlass_core::address::Token;
 use windlass_core::barrier::SetName;
 use windlass_core::error::Kind;
@@ -39,7 +39,7 @@ impl<'a> TrainingLoop<'a> {
         for step in 0..=self.steps {
             let begun = Instant::now();
             let digest = self.trainer.train(step)?;
-            expected.lock().unwrap_or_else(PoisonError::into_inner).push(digest);
+            expected.lock().push(digest);
             let stop = self.session.cancel().with_timeout(TIMEOUT);
             while begun.elapsed() < self.pace {
                 stop.check()?;

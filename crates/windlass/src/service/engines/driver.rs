@@ -12,9 +12,9 @@ use std::fs;
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use parking_lot::Mutex;
 use windlass_core::address::Token;
 use windlass_data::image::ImageView;
 use windlass_data::region::Region;
@@ -158,7 +158,7 @@ impl Driver {
 
     /// For weights that the program writes itself. Answers whether the engine needs a whole load.
     pub fn tell(&self, word: &Word, stop: &Stop) -> Result<bool, EngineError> {
-        self.holder.lock().unwrap_or_else(PoisonError::into_inner).tell(word, stop)
+        self.holder.lock().tell(word, stop)
     }
 
     /// Flushes the prefix cache, paused or not.
@@ -184,7 +184,7 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        self.holder.get_mut().unwrap_or_else(PoisonError::into_inner).end();
+        self.holder.get_mut().end();
         guard::remove_idle(&self.target.dir);
     }
 }

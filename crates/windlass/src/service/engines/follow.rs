@@ -4,10 +4,11 @@
 //! waits.
 //!
 //! A load that fails is tried again after a pause that doubles, `TRIES` times for a version; then the engine is left
-//! as it is until there is another version or it is restarted. An image that does not fit is not tried again at all.
+//! as it is until there is another version or it is restarted. An image that does not fit is not tried again at all. A server
+//! that lacks our routes, or refuses our token, is asked again after 1 s, 2 s, 4 s and so on, at most every 30 s.
 
 use std::path::PathBuf;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -89,6 +90,10 @@ pub(super) struct Follower {
     life: Option<String>,
     /// How an SGLang server is loaded, in this life.
     loading: Option<Loading>,
+    /// A vLLM server has no plugin, in this life.
+    native: bool,
+    /// How often in a row the server lacked our routes or refused our token.
+    refusals: u32,
     tries: Tries,
     /// What was told last, so that it is told once.
     told: Option<Failure>,
@@ -122,6 +127,8 @@ impl Follower {
             prepared: false,
             life: None,
             loading: None,
+            native: false,
+            refusals: 0,
             tries: Tries::default(),
             told: None,
             told_extras: None,
@@ -149,8 +156,7 @@ impl Follower {
             if left.is_zero() {
                 return;
             }
-            let waited = self.shared.changed.wait_timeout(state, left);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.changed.wait_for(&mut state, left);
         }
     }
 
@@ -167,8 +173,9 @@ impl Follower {
         if self.away {
             // Whatever it was, it may be another process now.
             (self.away, self.prepared, self.tries) = (false, false, Tries::default());
-            (self.told, self.loading) = (None, None);
+            (self.told, self.loading, self.native) = (None, None, false);
         }
+        self.refusals = 0;
         match self.left_behind(&found) {
             Ok(Some(dirty)) => found.fenced |= dirty,
             // A guard of an earlier receiver is at work.
@@ -239,20 +246,15 @@ impl Follower {
             }
             Dialect::Vllm => {
                 let plugin = Plugin::new(self.http.with_key(self.options.token.clone()));
-                let status = match plugin.status(&self.stop) {
-                    Err(e) if is_denied(&e) && self.options.token.is_none() => {
-                        let why = "its plugin wants a token: give it with --engine-token-file".into();
-                        return Err(EngineError::NoRoute { engine: self.name.clone(), why });
-                    }
-                    Err(e) if is_denied(&e) => {
-                        let why = "its plugin wants another token: give it with --engine-token-file".into();
-                        let (engine, stage, kind) = (self.name.clone(), Stage::Ask, Kind::Denied);
-                        return Err(EngineError::Lost { engine, stage, why, kind });
-                    }
-                    status => status?,
-                };
+                let status = if self.native { None } else { self.status(&plugin)? };
                 let Some(status) = status else {
+                    let was_native = std::mem::replace(&mut self.native, false);
                     let label = parse(Native::version(&self.http, &self.stop)?);
+                    if was_native && label.is_none() && self.shared.state().live.is_some() {
+                        // It lost its version: it may be another process, with the plugin.
+                        return self.ask();
+                    }
+                    self.native = true;
                     return Ok(Found { way: Way::Native, label, fenced: false, model: self.served() });
                 };
                 if self.life.as_ref() != Some(&status.incarnation) {
@@ -263,6 +265,22 @@ impl Follower {
                 Ok(Found { way: Way::Plugin(plugin, Box::new(status)), label, fenced, model: self.served() })
             }
         }
+    }
+
+    /// What the plugin of a vLLM server says; `None` if the server has no plugin.
+    fn status(&self, plugin: &Plugin) -> Result<Option<Status>, EngineError> {
+        let engine = || self.name.clone();
+        plugin.status(&self.stop).map_err(|e| match (is_denied(&e), &self.options.token) {
+            (false, _) => e,
+            (true, None) => {
+                let why = "its plugin wants a token: give it with --engine-token-file".into();
+                EngineError::NoRoute { engine: engine(), why }
+            }
+            (true, Some(_)) => {
+                let why = "its plugin wants another token: give it with --engine-token-file".into();
+                EngineError::Lost { engine: engine(), stage: Stage::Ask, why, kind: Kind::Denied }
+            }
+        })
     }
 
     /// The checkpoint that vLLM serves, if it is on this host. Nobody must know that to load it.
@@ -298,9 +316,16 @@ impl Follower {
             let engine = self.name.clone();
             self.shared.update(|s| (s.live, s.status.condition) = (None, Condition::Away));
             self.tell_once(e, |failure| EngineEvent::Waiting { engine, failure });
+            self.refusals = 0;
             return Next::After(POLL);
         }
-        self.failed(None, e, false)
+        let next = self.failed(None, e, false);
+        if !is_denied(e) && !matches!(e, EngineError::NoRoute { .. }) {
+            return next;
+        }
+        // Only a restart changes that, so the server is asked less and less often.
+        self.refusals += 1;
+        Next::After(PAUSE.0.saturating_mul(1 << self.refusals.min(10)).min(PAUSE.1))
     }
 
     fn tell(&self, event: &EngineEvent) {

@@ -50,10 +50,11 @@ pub mod vllm;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use windlass_core::address::{Endpoint, Token};
 use windlass_core::error::Kind;
@@ -265,7 +266,7 @@ impl State {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn update(&self, change: impl FnOnce(&mut State)) {
@@ -408,8 +409,7 @@ impl Engines {
         for shared in &self.shared {
             let mut state = shared.state();
             while state.ahead.is_some() && !stop.is_set() {
-                let waited = shared.changed.wait_timeout(state, stop.nap());
-                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                shared.changed.wait_for(&mut state, stop.nap());
             }
             // Too late for an engine that has not begun: the image comes next.
             state.ahead = None;
@@ -467,8 +467,7 @@ impl Engines {
                 }
                 stop.check()?;
                 let nap = stop.nap();
-                let waited = shared.changed.wait_timeout(state, nap);
-                state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                shared.changed.wait_for(&mut state, nap);
             };
             failed.extend(why);
         }

@@ -27,7 +27,7 @@ use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,7 @@ use axum::{Json, Router};
 use hyper::body::Incoming;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use parking_lot::Mutex;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -191,7 +192,7 @@ impl Bucket {
 
     /// Admits a request if the rate allows it.
     fn admit(&self) -> bool {
-        let mut room = self.room.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut room = self.room.lock();
         let now = Instant::now();
         let refill = now.duration_since(room.1).as_secs_f64() * self.rate;
         *room = ((room.0 + refill).min(self.rate * 2.0), now);

@@ -14,9 +14,9 @@
 //! changes without an order, for example because an engine restarted. Then the next session begins. Reports of an earlier
 //! session are not delivered.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver as Inbox, RecvTimeoutError, channel};
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::json;
@@ -81,7 +81,7 @@ pub(super) fn run(
     let models = models.map(|(index, id)| {
         let engines = engines_of(receive, id, place.models.len(), session)?;
         let (id, name) = (id.clone(), place.id.as_str());
-        let config = receive.config(id.clone());
+        let config = receive.config(id.clone())?;
         let (token, trust) = (&place.agents, receive.trust.as_ref());
         let as_dir = receive.as_dir.as_ref();
         Model::open(Opening { id, index, config, token, trust, name, as_dir, session, stop }, engines)
@@ -184,7 +184,7 @@ fn engines_of(
         if let EngineEvent::Loaded { label, pause_ms, load_ms, .. } = event {
             let ended = Instant::now();
             let load = EngineLoad { label: *label, pause_ms: *pause_ms, load_ms: *load_ms, ended };
-            noted.lock().unwrap_or_else(PoisonError::into_inner).push(load);
+            noted.lock().push(load);
         }
         session.event(&event.json(), || event.line());
     });

@@ -1,5 +1,7 @@
 //! `windlass receive`: keeps local images of models up to date with their publishers.
 //!
+//! A publisher is an agent or a store ([`crate::service::store`]); the receiver's algorithm is the same.
+//!
 //! Owns: one thread per publisher, its loop of waiting and syncing, and its output. Engines read the image in place under
 //! map leases. Must not: end because a publisher is unreachable; the receiver retries with a growing backoff and reports
 //! it. If a publisher cannot be followed at the start (a wrong token, no space for its image), the receiver gives it up and
@@ -41,17 +43,18 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
-use windlass_core::address::Token;
+use windlass_core::address::{StoreUrl, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
+use windlass_core::slice::Selection;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, Known};
 use windlass_data::local;
 use windlass_data::private;
 use windlass_data::receiver::{
-    Control as _, Event, Listener, Receiver, ReceiverConfig, ReceiverError, RelayConfig, Relaying, Share,
-    Start, Synced,
+    Control, Event, Listener, Receiver, ReceiverConfig, ReceiverError, RelayConfig, Relaying, Share, Start,
+    Synced,
 };
 use windlass_data::region::{LeaseKind, Memfd};
 use windlass_data::shm::in_memory;
@@ -64,6 +67,10 @@ use crate::error::{Error, advised};
 use crate::service::control::HttpControl;
 use crate::service::disk::as_dir::{AsDir, Placed};
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
+use crate::service::nixl::Nixl;
+use crate::service::store::bucket::Bucket;
+use crate::service::store::follow::StoreControl;
+use crate::service::store::model::StoredModel;
 
 pub(crate) use self::member::Controlled;
 use self::retry::{Attempts, Standing, retry_transient};
@@ -75,15 +82,28 @@ pub(crate) enum Publisher {
     Endpoint(String, Token),
     /// Whatever agent serves a region on this host, and the token if that is in no file.
     Region(PathBuf, Option<Token>),
+    /// A store, and the version that is wanted unless the newest is.
+    Store(StoreUrl, Option<Version>),
 }
 
 impl Publisher {
-    fn control(&self, timeout: Duration, trust: Option<&Trust>) -> Result<HttpControl, Error> {
+    /// The conversation with it. A store is looked at until a model is there.
+    fn control(&self, receive: &Receive, session: &Session, stop: &Stop) -> Result<Arc<dyn Control>, Error> {
+        let (timeout, trust) = (receive.timeout, receive.trust.as_ref());
         let control = match self {
+            Publisher::Store(url, pin) => {
+                let find = || -> Result<StoredModel, ReceiverError> {
+                    let bucket = Bucket::open(url, trust, false).map(Arc::new);
+                    let model = bucket.and_then(|bucket| StoredModel::only(&bucket, stop));
+                    Ok(model.map_err(|e| e.control("find a model"))?)
+                };
+                let model = retry_transient(Standing::New, session, stop, find)?;
+                return Ok(Arc::new(StoreControl::new(model, *pin, &receive.dir)));
+            }
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
         };
-        Ok(control.with_trust(trust.cloned()).with_timeout(timeout))
+        Ok(Arc::new(control.with_trust(trust.cloned()).with_timeout(timeout)))
     }
 }
 
@@ -95,6 +115,8 @@ pub(crate) struct Receive {
     pub(crate) in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.
     pub(crate) dir: PathBuf,
+    /// The part of the model that is kept; all of it if not given.
+    pub(crate) slice: Option<Arc<Selection>>,
     /// What people call this receiver.
     pub(crate) name: String,
     /// How to be served.
@@ -121,6 +143,8 @@ pub(crate) struct Receive {
     pub(crate) trust: Option<Trust>,
     /// The controller that says what to do; then there are no publishers.
     pub(crate) controller: Option<Controlled>,
+    /// Whether images are read from publishers' memory.
+    pub(crate) nixl: Nixl,
     /// How versions are passed on to other receivers, if they are.
     pub(crate) relay: Option<RelayConfig>,
 }
@@ -172,9 +196,9 @@ impl Receive {
         results.into_iter().filter(|r| !regular(r)).collect()
     }
 
-    fn config(&self, model_id: ModelId) -> ReceiverConfig {
+    fn config(&self, model_id: ModelId) -> Result<ReceiverConfig, Error> {
         let place = Place::of(self.dir.join(model_id.as_str()));
-        ReceiverConfig {
+        Ok(ReceiverConfig {
             image: ImageSpec {
                 dir: self.dir.join(model_id.as_str()),
                 model_id,
@@ -182,6 +206,7 @@ impl Receive {
                 memfd: Memfd::Auto,
                 threads: self.threads,
             },
+            slice: self.slice.clone(),
             name: self.name.clone(),
             mode: self.mode,
             streams: self.streams,
@@ -192,7 +217,8 @@ impl Receive {
             keep: self.engines.as_ref().map(|_| KEEP),
             share: self.engines.as_ref().map(|_| Share { dir: place.incoming() }),
             relaying: self.relay.clone().map(|relay| Arc::new(Relaying::new(relay))),
-        }
+            nixl: self.nixl.reader()?,
+        })
     }
 
     /// A directory of images whose name was misspelt is not to be made, and to fill a disk.
@@ -224,7 +250,7 @@ impl Receive {
 
     /// Keeps one model's image up to date.
     fn remote(&self, publisher: &Publisher, session: &Session, stop: &Stop) -> Result<(), Error> {
-        let control = Arc::new(publisher.control(self.timeout, self.trust.as_ref())?);
+        let control = publisher.control(self, session, stop)?;
         let name = || -> Result<_, ReceiverError> { Ok(control.version(None, stop)?.model_id) };
         let mut model_id = retry_transient(Standing::New, session, stop, name)?;
         // Everything else is checked against the name, and one flipped bit makes another name.
@@ -241,7 +267,7 @@ impl Receive {
             }
         });
         self.make_dir(session)?;
-        let config = self.config(model_id.clone());
+        let config = self.config(model_id.clone())?;
         let asked = Arc::clone(&control);
         let mut receiver = Receiver::open(config, control, Some(listener), stop)?;
         if let Some(image) = receiver.current() {
@@ -449,12 +475,17 @@ fn report(synced: &Synced) -> Value {
 }
 
 fn line(image: &Known, s: &Synced) -> String {
+    let read = match (s.read_bytes, &s.unread) {
+        (0, None) => String::new(),
+        (0, Some(why)) => format!(" (over TCP instead of NIXL: {why})"),
+        (read, _) => format!(" ({} of them by NIXL)", bytes(read)),
+    };
     let relayed = match s.relayed_bytes {
         0 => String::new(),
         relayed => format!(" ({} of them from other receivers)", bytes(relayed)),
     };
     format!(
-        "{}: {} {}{relayed}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
+        "{}: {} {}{relayed}{read}, {:.1} ms (wire {:.1}, apply {:.1}), digest {}",
         image.identity,
         s.mode,
         bytes(s.wire_bytes),

@@ -4,11 +4,12 @@
 //! and has the engines load, concurrently. Called by [`super::member`], which passes orders in and reports out. Must not:
 //! talk to the controller.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde_json::json;
 use windlass_core::address::Token;
 use windlass_core::barrier::{Order, Phase, SetName};
@@ -199,11 +200,11 @@ impl Model {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn receiver(&self) -> MutexGuard<'_, Receiver> {
-        self.receiver.lock().unwrap_or_else(PoisonError::into_inner)
+        self.receiver.lock()
     }
 
     /// Whether its engines have said what they have, if it has any.
@@ -379,8 +380,8 @@ impl Model {
         self.ending.load(Ordering::Acquire)
     }
 
-    fn rest<'a>(&self, state: MutexGuard<'a, State>, most: Duration) -> MutexGuard<'a, State> {
-        self.changed.wait_timeout(state, most).unwrap_or_else(PoisonError::into_inner).0
+    fn rest(&self, state: &mut MutexGuard<'_, State>, most: Duration) {
+        self.changed.wait_for(state, most);
     }
 
     // ---- staging -----------------------------------------------------------------------------------
@@ -400,7 +401,7 @@ impl Model {
                 }
                 let ripe =
                     state.orders.ripe().map_or(Stop::GLANCE * 20, |at| at.saturating_duration_since(now));
-                state = self.rest(state, ripe.max(Stop::GLANCE));
+                self.rest(&mut state, ripe.max(Stop::GLANCE));
             };
             let stop = Stop::after(self.timeout);
             let session = state.session;
@@ -639,7 +640,7 @@ impl Model {
                 if let Some(step) = state.orders.next_load() {
                     break step;
                 }
-                state = self.rest(state, Stop::GLANCE * 20);
+                self.rest(&mut state, Stop::GLANCE * 20);
             };
             state.unsent += 1;
             match step {
@@ -737,9 +738,9 @@ impl Model {
     /// Has engines load it so; what they said of it.
     fn lead(&self, deltas: &[Fetched], stop: &Stop) -> Vec<EngineLoad> {
         let Some((engines, loads)) = &self.engines else { return Vec::new() };
-        loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        loads.lock().clear();
         deltas.iter().for_each(|delta| engines.lead(delta, stop));
-        std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *loads.lock())
     }
 
     /// Lets the engines load what the image holds, and waits for them; `ahead` is what they loaded before it did. Without
@@ -754,10 +755,10 @@ impl Model {
     ) -> Result<(), Error> {
         let Some((engines, loads)) = &self.engines else { return Ok(()) };
         // What was told before belongs to earlier loads.
-        loads.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        loads.lock().clear();
         engines.want(known);
         let settled = engines.settle(known, stop);
-        let done = std::mem::take(&mut *loads.lock().unwrap_or_else(PoisonError::into_inner));
+        let done = std::mem::take(&mut *loads.lock());
         for load in ahead.iter().chain(&done).filter(|l| l.label == Label::from(known)) {
             if let Some(ms) = load.pause_ms {
                 intervals.push(Interval::of(Lane::Engine, "pause", load.ended, ms, None));

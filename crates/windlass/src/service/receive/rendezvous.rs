@@ -3,8 +3,7 @@
 //! Owns: [`Rendezvous`]. Each model's loader updates its image, then waits here. Engines get their orders only when all
 //! loaders have arrived. If one loader fails, none continues, so that the engines of a set stay at the same version.
 
-use std::sync::{Condvar, Mutex, PoisonError};
-
+use parking_lot::{Condvar, Mutex};
 use windlass_data::stop::Stop;
 
 /// A barrier for `count` loaders.
@@ -28,7 +27,7 @@ impl Rendezvous {
 
     /// Reports that one model failed.
     pub(super) fn fail(&self, who: &str) {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.missing.get_or_insert_with(|| who.to_owned());
         drop(state);
         self.changed.notify_all();
@@ -36,7 +35,7 @@ impl Rendezvous {
 
     /// Waits for the others. Fails with the name of a model that failed.
     pub(super) fn meet(&self, stop: &Stop) -> Result<(), String> {
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.state.lock();
         state.arrived += 1;
         self.changed.notify_all();
         loop {
@@ -53,7 +52,7 @@ impl Rendezvous {
                 return Err(format!("{left} other models of the same order were not ready in time"));
             }
             let nap = stop.nap();
-            state = self.changed.wait_timeout(state, nap).unwrap_or_else(PoisonError::into_inner).0;
+            self.changed.wait_for(&mut state, nap);
         }
     }
 }

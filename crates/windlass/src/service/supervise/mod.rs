@@ -58,10 +58,11 @@ use std::io::{PipeReader, PipeWriter};
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::event::EventfdFlags;
 use serde::Serialize;
 use windlass_core::error::Kind;
@@ -154,7 +155,7 @@ struct Shared {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     fn change(&self, change: impl FnOnce(&mut State)) {
@@ -227,8 +228,7 @@ impl Supervisor {
                     return Err(SuperviseError::NotListening { region, after, starts, said, log, kind });
                 }
             }
-            let waited = self.shared.changed.wait_timeout(state, stop.nap());
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.changed.wait_for(&mut state, stop.nap());
         }
     }
 
@@ -251,7 +251,7 @@ impl Supervisor {
         self.shared.change(|state| {
             state.end.get_or_insert_with(Stop::never);
         });
-        *self.pipe.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.pipe.lock() = None;
         let _ = rustix::io::write(&self.shared.wake, &1u64.to_ne_bytes());
         let mut state = self.shared.state();
         while !state.ended {
@@ -259,11 +259,10 @@ impl Supervisor {
                 end.set();
             }
             let nap = hurry.nap().max(Duration::from_millis(5));
-            let waited = self.shared.changed.wait_timeout(state, nap);
-            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+            self.shared.changed.wait_for(&mut state, nap);
         }
         drop(state);
-        let thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let thread = self.thread.lock().take();
         if thread.is_some_and(|t| t.join().is_err()) {
             tracing::error!("the watcher thread of the agent panicked");
         }
@@ -271,14 +270,14 @@ impl Supervisor {
 
     /// The descriptor whose last copy keeps the agent alive; `None` after [`Supervisor::stop`].
     pub fn pipe_fd(&self) -> Option<RawFd> {
-        self.pipe.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(AsRawFd::as_raw_fd)
+        self.pipe.lock().as_ref().map(AsRawFd::as_raw_fd)
     }
 
     /// In a child of `fork`: closes the child's copy of the pipe. In the process that made the supervisor: nothing.
     pub fn close_in_child(&self) {
         if self.home != std::process::id()
             // Held at the moment of the fork, it is held for ever; and then it was being closed.
-            && let Ok(mut pipe) = self.pipe.try_lock()
+            && let Some(mut pipe) = self.pipe.try_lock()
         {
             *pipe = None;
         }

@@ -20,8 +20,14 @@ pub(crate) struct Asked {
     choice: Result<Choice, String>,
 }
 
-/// What would be chosen for trainers with these GPUs, and a model of so many bytes if that is known.
-pub(crate) fn choices(gpus: &[String], cuda: &Cuda, model_bytes: Option<u64>) -> Vec<Asked> {
+/// What would be chosen for trainers with these GPUs, and a model of so many bytes if that is known. `nixl` says whether this host
+/// has its library and an RDMA device; engines on other hosts are taken to have the same.
+pub(crate) fn choices(
+    gpus: &[String],
+    cuda: &Cuda,
+    model_bytes: Option<u64>,
+    nixl: (bool, bool),
+) -> Vec<Asked> {
     let has_gpus = !gpus.is_empty() && cuda.objection().is_none();
     let facts = |placement, engine_gpus: &[String], elastic| Facts {
         placement,
@@ -36,6 +42,8 @@ pub(crate) fn choices(gpus: &[String], cuda: &Cuda, model_bytes: Option<u64>) ->
         model_bytes,
         baseline_bytes: model_bytes.map(|bytes| bytes / gpus.len().max(1) as u64),
         arena_bytes: Some(ARENA),
+        nixl_library: nixl.0,
+        rdma_device: nixl.1,
         ..Facts::default()
     };
     // GPUs that are not the trainers'.
@@ -95,7 +103,12 @@ mod tests {
 
     #[test]
     fn without_a_gpu_engines_are_asked_about_where_they_can_be() {
-        let all = choices(&[], &Cuda { unusable: Some("no driver".into()), ..Cuda::default() }, None);
+        let all = choices(
+            &[],
+            &Cuda { unusable: Some("no driver".into()), ..Cuda::default() },
+            None,
+            (false, false),
+        );
         assert_eq!(all.len(), 3);
         let near = of(&all, "on this host, coming and going");
         assert_eq!((near.strategy, near.link, near.codec), (Strategy::Tcp, Link::Shm, Codec::DeltaPlain));
@@ -113,17 +126,23 @@ mod tests {
             exports_handles: Some(true),
             ..Cuda::default()
         };
-        let all = choices(&gpus, &cuda, Some(16 << 30));
+        let all = choices(&gpus, &cuda, Some(16 << 30), (false, false));
         assert_eq!(of(&all, "on these GPUs").strategy, Strategy::PackedCudaIpc);
         let away = of(&all, "on other hosts, coming and going");
         assert_eq!((away.strategy, away.offload), (Strategy::Tcp, Some(Offload::Delta)));
         // Of a larger one a part is on the host, and of one that is much larger too much of it.
-        let split = choices(&gpus, &cuda, Some(160 << 30));
+        let split = choices(&gpus, &cuda, Some(160 << 30), (true, false));
         let away = of(&split, "on other hosts, coming and going");
         assert_eq!(away.offload, Some(Offload::Delta));
         assert!(away.why.contains("128.8 GB on the host"), "{}", away.why);
-        let large = choices(&gpus, &cuda, Some(1000 << 30));
+        let large = choices(&gpus, &cuda, Some(1000 << 30), (false, false));
         assert_eq!(of(&large, "on other hosts, coming and going").offload, Some(Offload::Copy));
+        let rdma = choices(&gpus, &cuda, Some(16 << 30), (true, true));
+        assert_eq!(of(&rdma, "on other hosts, coming and going").link, Link::Nixl);
+        let bare = choices(&gpus, &cuda, Some(16 << 30), (false, true));
+        let mut text = String::new();
+        bare.iter().for_each(|a| a.write(&mut text));
+        assert!(text.contains("not strategy nixl") && text.contains("nixl-cu12"), "{text}");
         let mut text = String::new();
         large.iter().for_each(|a| a.write(&mut text));
         assert!(text.contains("offload by copy"), "{text}");

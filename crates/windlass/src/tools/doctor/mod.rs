@@ -15,6 +15,7 @@
 //! | [`host`] | cores, limits of descriptors and sockets, container, clock |
 //! | [`gpu`] | CUDA driver, devices, pinned memory, peer access, IPC, torch's allocator |
 //! | [`memory`] | memory, cgroup, locking, huge pages, swap, overcommit |
+//! | [`nixl`] | the NIXL library, RDMA devices, GPUDirect |
 //! | [`region_dir`] | the region directory |
 //! | [`speed`] | copying, reading two streams, loopback |
 //!
@@ -24,6 +25,7 @@ pub(crate) mod choice;
 pub(crate) mod gpu;
 pub(crate) mod host;
 pub(crate) mod memory;
+pub(crate) mod nixl;
 pub(crate) mod region_dir;
 pub(crate) mod speed;
 pub(crate) mod system;
@@ -140,10 +142,12 @@ impl Doctor {
         checks.extend(host::checks(&system));
         let gpus = system.gpus();
         checks.extend(gpu::checks(&gpus));
+        let nixl = nixl::Found::look(&system);
+        checks.extend(nixl.checks());
         let speed = Speed::measure(memory::spare(&system), session.cancel())?;
         checks.extend(speed.checks());
         let (found, cuda) = gpus.side();
-        let choices = choice::choices(&found, &cuda, self.model_bytes);
+        let choices = choice::choices(&found, &cuda, self.model_bytes, (nixl.usable(), nixl.has_rdma()));
         report(&checks, &gpus, &choices, &speed, session)
     }
 }

@@ -6,10 +6,11 @@ use std::collections::HashMap;
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde_json::{Value, json};
 use windlass_data::file::Checkpoint;
 use windlass_data::image::ImageView;
@@ -57,6 +58,8 @@ pub enum Fault {
 #[allow(clippy::struct_excessive_bools)]
 pub struct State {
     pub calls: Vec<String>,
+    /// Paths that were read.
+    reads: Vec<String>,
     pub orders: Vec<Value>,
     pub paused: bool,
     active: bool,
@@ -127,7 +130,7 @@ impl Engine {
     }
 
     pub fn state(&self) -> MutexGuard<'_, State> {
-        self.shared.0.lock().unwrap()
+        self.shared.0.lock()
     }
 
     pub fn fault(&self, path: &str, fault: Fault) {
@@ -165,6 +168,16 @@ impl Engine {
 
     pub fn called(&self, path: &str) -> usize {
         self.state().calls.iter().filter(|c| c.starts_with(path)).count()
+    }
+
+    /// Waits until a path was read so often.
+    pub fn wait_for_reads(&self, path: &str, count: usize) {
+        self.wait(path, |s| s.reads.iter().filter(|read| *read == path).count() >= count);
+    }
+
+    /// How often a path was read.
+    pub fn read(&self, path: &str) -> usize {
+        self.state().reads.iter().filter(|read| *read == path).count()
     }
 
     pub fn version(&self) -> Option<u64> {
@@ -219,23 +232,22 @@ fn serve(mut stream: TcpStream, shared: &Shared, ended: &AtomicBool, life: u64) 
     let authorized = header("authorization").is_some_and(|h| h == format!("Bearer {TOKEN}"));
 
     let held = |wanted: fn(&Fault) -> bool| {
-        let mut state = shared.0.lock().unwrap();
+        let mut state = shared.0.lock();
         while !ended.load(Ordering::SeqCst)
             && state.life == life
             && state.faults.get(path).is_some_and(wanted)
         {
-            state = shared.1.wait_timeout(state, Duration::from_millis(20)).unwrap().0;
+            shared.1.wait_for(&mut state, Duration::from_millis(20));
         }
     };
     {
-        let mut state = shared.0.lock().unwrap();
-        if method == "POST" {
-            state.calls.push(target.to_owned());
-        }
+        let mut state = shared.0.lock();
+        let list = if method == "POST" { &mut state.calls } else { &mut state.reads };
+        list.push(target.to_owned());
     }
     held(|f| matches!(f, Fault::HoldRequest));
     let failing = {
-        let mut state = shared.0.lock().unwrap();
+        let mut state = shared.0.lock();
         match state.faults.get_mut(path) {
             Some(Fault::Fail(left)) if *left > 0 => {
                 *left -= 1;
@@ -248,7 +260,7 @@ fn serve(mut stream: TcpStream, shared: &Shared, ended: &AtomicBool, life: u64) 
         return;
     }
     let (status, answer) = if failing {
-        let mut state = shared.0.lock().unwrap();
+        let mut state = shared.0.lock();
         // A failed update leaves the session closed and the weights of two versions.
         if matches!(path, "/update_weights" | "/update_weights_from_disk" | "/update_weights_from_tensor") {
             (state.active, state.dirty) = (false, true);
@@ -278,7 +290,7 @@ fn route(
     body: &Value,
     authorized: bool,
 ) -> (u16, Value) {
-    let kind = shared.0.lock().unwrap().kind.unwrap();
+    let kind = shared.0.lock().kind.unwrap();
     match (kind, method, path) {
         (Kind::Native, ..) => native(shared, (method, path, query), body),
         (Kind::Plugin, _, p) if p.starts_with("/windlass/v1/") && !authorized => (401, json!({})),
@@ -295,7 +307,7 @@ fn resume(state: &mut State) {
 }
 
 fn native(shared: &Shared, (method, path, query): (&str, &str, &str), body: &Value) -> (u16, Value) {
-    let mut state = shared.0.lock().unwrap();
+    let mut state = shared.0.lock();
     let refuse = |why: &str| (500, json!({ "error": why }));
     let done = (200, json!({ "message": "done" }));
     match (method, path) {
@@ -328,7 +340,7 @@ fn native(shared: &Shared, (method, path, query): (&str, &str, &str), body: &Val
             state.dirty = true;
             drop(state);
             let digest = read_image(&order);
-            let mut state = shared.0.lock().unwrap();
+            let mut state = shared.0.lock();
             for rank in 0..2 {
                 let report = worker(&order, rank);
                 let path = Path::new(order["reports"].as_str().unwrap()).join(format!("{rank}.json"));
@@ -368,7 +380,7 @@ fn worker(order: &Value, rank: u32) -> Value {
 }
 
 fn plugin(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, Value) {
-    let mut state = shared.0.lock().unwrap();
+    let mut state = shared.0.lock();
     match (method, path) {
         ("GET", "/windlass/v1/status") => (
             200,
@@ -385,7 +397,7 @@ fn plugin(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
             state.orders.push(order.clone());
             drop(state);
             let digest = read_image(&order);
-            let mut state = shared.0.lock().unwrap();
+            let mut state = shared.0.lock();
             state.digest = Some(digest);
             let version = order["version"].as_u64().unwrap();
             state.label = format!("windlass:{:016x}:{version}", order["incarnation"].as_u64().unwrap());
@@ -396,7 +408,7 @@ fn plugin(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
 }
 
 fn sglang(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, Value) {
-    let mut state = shared.0.lock().unwrap();
+    let mut state = shared.0.lock();
     match (method, path) {
         ("GET", "/model_info") => (200, json!({ "model_path": "/nowhere", "weight_version": state.label })),
         ("POST", "/pause_generation") => {
@@ -410,7 +422,7 @@ fn sglang(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
             drop(state);
             let dir = Path::new(body["model_path"].as_str().unwrap());
             let digest = sum(&Checkpoint::open(dir).unwrap());
-            let mut state = shared.0.lock().unwrap();
+            let mut state = shared.0.lock();
             state.digest = Some(digest);
             state.dirty = false;
             if std::mem::take(&mut state.unflushed) {
@@ -439,7 +451,7 @@ fn sglang(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, 
 }
 
 fn workers(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16, Value) {
-    let mut state = shared.0.lock().unwrap();
+    let mut state = shared.0.lock();
     let refuse = |why: &str| (400, json!({ "success": false, "message": why }));
     let done = (200, json!({ "success": true, "message": "Success" }));
     match (method, path) {
@@ -484,7 +496,7 @@ fn workers(shared: &Shared, (method, path): (&str, &str), body: &Value) -> (u16,
                 std::fs::write(path, report.to_string()).unwrap();
             }
             if !declined {
-                shared.0.lock().unwrap().digest = Some(digest);
+                shared.0.lock().digest = Some(digest);
             }
             done
         }

@@ -181,7 +181,11 @@ pub struct Agent {
 impl Agent {
     pub fn start(region: &Path, more: &[&str]) -> Agent {
         let region_arg = format!("--region={}", region.display());
-        let process = Process::start(["agent", &region_arg].iter().chain(more));
+        Agent::of(Process::start(["agent", &region_arg].iter().chain(more)))
+    }
+
+    /// The agent that a process is, once it listens.
+    pub fn of(process: Process) -> Agent {
         let listening = process.event("listening");
         let endpoint = listening["endpoint"].as_str().unwrap().to_owned();
         let data_port = listening["data_port"].as_u64().unwrap() as u16;

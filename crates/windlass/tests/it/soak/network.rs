@@ -5,10 +5,12 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
 
 use crate::soak::dice::Dice;
 
@@ -83,7 +85,7 @@ impl Relay {
 
     /// Something that passes soon shall fare so. Orders that nothing has passed for do not pile up.
     pub(crate) fn order(&self, trouble: Trouble) {
-        let mut orders = self.shared.orders.lock().unwrap();
+        let mut orders = self.shared.orders.lock();
         if orders.0.len() < 3 {
             orders.0.push_back(trouble);
         }
@@ -92,12 +94,12 @@ impl Relay {
     /// Whether everything passes, and what was held up is let go.
     pub(crate) fn calm(&self, calm: bool) {
         self.shared.calm.store(calm, Ordering::SeqCst);
-        self.shared.orders.lock().unwrap().0.clear();
+        self.shared.orders.lock().0.clear();
     }
 
     /// What was done so far.
     pub(crate) fn done(&self) -> BTreeMap<Trouble, u64> {
-        self.shared.done.lock().unwrap().clone()
+        self.shared.done.lock().clone()
     }
 
     pub(crate) fn passed(&self) -> u64 {
@@ -208,7 +210,7 @@ impl Shared {
         if self.calm.load(Ordering::SeqCst) {
             return None;
         }
-        let mut orders = self.orders.lock().unwrap();
+        let mut orders = self.orders.lock();
         let (queue, dice) = &mut *orders;
         // Not the very next bytes, but some that come soon.
         if queue.is_empty() || dice.below(3) > 0 {
@@ -229,7 +231,7 @@ impl Shared {
     ) -> bool {
         let at = dice.below(bytes.len() as u64) as usize;
         let to = sockets.1;
-        *self.done.lock().unwrap().entry(trouble).or_default() += 1;
+        *self.done.lock().entry(trouble).or_default() += 1;
         let hold = |span: Duration| {
             let until = Instant::now() + span;
             while Instant::now() < until && !ended() && !self.calm.load(Ordering::SeqCst) {

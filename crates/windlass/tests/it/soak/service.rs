@@ -6,12 +6,13 @@ use std::io::{BufRead, BufReader, Write as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::soak::trainer::MARK;
@@ -44,7 +45,7 @@ impl Taken {
 type Tail = Arc<Mutex<VecDeque<String>>>;
 
 fn note(tail: &Tail, line: String) {
-    let mut tail = tail.lock().unwrap();
+    let mut tail = tail.lock();
     tail.push_back(line);
     if tail.len() > TAIL {
         tail.pop_front();
@@ -233,7 +234,7 @@ impl Service {
     }
 
     pub(crate) fn tail(&self) -> String {
-        let lines = self.tail.lock().unwrap();
+        let lines = self.tail.lock();
         lines.iter().map(|l| format!("    {}\n", l.chars().take(400).collect::<String>())).collect()
     }
 }

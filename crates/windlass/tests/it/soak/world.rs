@@ -11,10 +11,11 @@ use std::net::TcpListener;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use parking_lot::Mutex;
 use tempfile::TempDir;
 use windlass::service::controller::client::ControllerClient;
 use windlass_core::address::Token;
@@ -120,7 +121,7 @@ fn model_of(name: &'static str, home: &Path, shim: &Path, ports: &[u16], token: 
     let trainer = Service::new(&format!("trainer-{name}"), home, shim, move || {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", "soak::soak_trainer", "--ignored", "--nocapture", "--test-threads=1"]);
-        command.env(ARGS, &*told.lock().unwrap());
+        command.env(ARGS, &*told.lock());
         command
     });
     let agent: Vec<String> = vec![

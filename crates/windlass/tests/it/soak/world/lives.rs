@@ -27,7 +27,7 @@ impl World {
             let _ = fs::remove_dir_all(&model.region);
         }
         let (region, name, version, known) = (model.region.display(), model.name, model.version, model.known);
-        *model.args.lock().unwrap() = format!("{region}\n{name}\n{seed}\n{version}\n{known}");
+        *model.args.lock() = format!("{region}\n{name}\n{seed}\n{version}\n{known}");
         model.trainer.start();
         model.starting = Some(Instant::now());
     }
