@@ -23,6 +23,7 @@ export PYTHONDONTWRITEBYTECODE := 1
 ifeq ($(origin PY),undefined)
 PY := .venv/bin/python
 READY := .venv/ready
+COMPILED := target/torch-extensions/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
 PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
@@ -168,6 +169,14 @@ venv: $(READY) ## the Python environment .venv, from the pinned requirements
 	.venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv/bin/python $^
 	touch $@
 
+# DeepSpeed compiles a part of itself at its first use, which takes longer on a busy machine than tests wait. A lock is of a
+# build that was killed. tests/python/conftest.py names the folder.
+target/torch-extensions/ready: .venv/ready
+	rm -f target/torch-extensions/*/lock
+	TORCH_EXTENSIONS_DIR=$(CURDIR)/target/torch-extensions DS_ACCELERATOR=cpu PATH=$(CURDIR)/.venv/bin:$$PATH \
+	    .venv/bin/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)' >/dev/null
+	touch $@
+
 engine-venvs: .venv-vllm/ready .venv-sglang/ready .venv-verl/ready .venv-skyrl/ready .venv-openrlhf/ready ## environments with vLLM, SGLang, verl, SkyRL and OpenRLHF for a CPU, from the pinned requirements
 
 # Programs of these environments compile what they import, and keep it; that is a small part of the 27,000 files in each.
@@ -183,7 +192,7 @@ develop: $(READY) ## build the extension and put it where python/ finds it
 wheel: $(READY) ## a wheel for release, in target/wheels
 	$(PY) -m maturin build --release --locked --strip --out target/wheels
 
-pytest: develop ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
+pytest: develop $(COMPILED) ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(SLOW) $(ARGS)
 
 engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name", JOBS=2 at a time)
