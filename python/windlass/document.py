@@ -63,6 +63,8 @@ KEYS = {
     "generator.join_timeout": "seconds for joining",
     "generator.model_id": "which policy",
     "generator.image_dir": "where receivers keep their image",
+    "generator.store_url": "a store that trainers and engines reach: a URL, or a path",
+    "generator.cross_region": "whether engines are in another region, or cannot reach the trainers",
     "trainer.placement.colocate_all": "whether engines run on the trainers' GPUs",
     "trainer.training_backend": "fsdp, megatron or deepspeed; windlass.extract.settings",
     f"{_LORA}rank": "more than 0 for an adapter",
@@ -171,6 +173,9 @@ class Document:
             "backend": "nccl" if backend == "cuda_ipc" else backend,
             "placement": "same_gpu" if colocated else "same_host" if local else "remote",
         }
+        for name in ("store_url", "cross_region"):
+            if f"generator.{name}" in self.values:
+                facts[name] = self.values[f"generator.{name}"]
         if facts["backend"] == "nccl":
             facts["trainer_gpus"] = [_TRAINER_GPU]
             facts["engine_gpus"] = [_TRAINER_GPU if colocated else _ENGINE_GPU]
@@ -271,11 +276,15 @@ def settings_for(strategy: str, document: Document, choice: Mapping[str, object]
     elif strategy in ("cuda_ipc", "packed_cuda_ipc"):
         threshold = values.get("generator.weight_transfer_threshold_cuda_ipc_GB", 1.0)
         own |= {"weight_transfer_threshold_cuda_ipc_GB": threshold, **some("timeout")}
-    elif strategy == "tcp":
+    elif strategy in ("tcp", "store"):
         manager = offloading(choice, document.overrides()).get("manager", {})
         if "generator.model_dtype" in values:
             manager = {**manager, "generator_dtype": values["generator.model_dtype"]}
         own |= {"manager": manager, **some("model_id", "image_dir", "timeout")}
+        if strategy == "store":
+            # Whole images come as anchors, when they are due.
+            codec = codec_of(choice, document.overrides()) if "generator.codec" in values else "delta_plain"
+            own |= {"codec": codec, **some("store_url")}
     elif strategy == "lora":
         path = values.get(f"{_LORA}lora_sync_path")
         own |= {

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from children import environment
-from windlass import WeightManager, WindlassInvalid, open_image
+from windlass import Receiver, WeightManager, WindlassInvalid, open_image
 from windlass.config import StoreConfig, WeightManagerConfig
 
 pytestmark = pytest.mark.timeout(300)
@@ -61,6 +61,68 @@ def test_versions_of_a_trainer_are_in_its_store_after_it_has_ended(home: Path) -
     assert all(torch.equal(last[name], weights[name]) for name in weights)
     early = received(f"{url}/policy", home / "again", 2)
     assert all(torch.equal(early[name], published[2][name]) for name in weights)
+
+
+def test_a_receiver_in_python_follows_a_store_and_gets_any_version_of_it(home: Path) -> None:
+    url = f"file://{home}/run"
+    weights = {f"layer.{n}": torch.randn(300, 200).to(torch.bfloat16) for n in range(4)}
+    published = {}
+    (home / "a").mkdir()
+    # Nothing is there yet, not even the directory.
+    with Receiver(home / "a", store=url) as receiver:
+        assert receiver.version is None
+        with WeightManager(region_dir=str(home), timeout=120.0, store=url) as wm:
+            for version in range(1, 4):
+                weights["layer.3"][version] += 1.0
+                wm.offload(weights, version)
+                published[version] = {name: tensor.clone() for name, tensor in weights.items()}
+                synced = receiver.wait(version, timeout=120)
+                assert synced.mode == ("full" if version == 1 else "delta")
+                with receiver.hold() as image:
+                    assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
+    (home / "b").mkdir()
+    with Receiver(home / "b", store=f"{url}/policy", version=2, timeout=60) as receiver:
+        receiver.sync()
+        with receiver.hold() as image:
+            assert image.version == 2
+            assert all(torch.equal(image.tensors[name], published[2][name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"store": "s3://bucket/run", "token": "t" * 32}, "a store takes no token"),
+        ({"store": "s3://bucket/run", "region": "/dev/shm/x"}, "give one of"),
+        ({"store": "s3://bucket/run", "nixl": True}, "from a store, receive the whole model"),
+        ({"store": "bucket/run"}, "bucket/run"),
+        ({"region": "/dev/shm/x", "version": 3}, "version is for a store"),
+        ({}, "give one of"),
+    ],
+)
+def test_a_receiver_says_what_a_store_does_not_do(home: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(WindlassInvalid, match=said):
+        Receiver(home, **options)
+
+
+def test_a_version_of_a_store_is_a_checkpoint_that_transformers_loads(home: Path) -> None:
+    import transformers
+
+    url = f"file://{home}/run"
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config)
+    model.config.save_pretrained(home / "base")
+    with WeightManager(region_dir=str(home), timeout=120.0, store=url) as wm:
+        wm.offload(model, 1)
+        wm.wait_delta_ready(1)
+    words = ["store", "get", url, "-o", str(home / "out"), "--model-dir", str(home / "base"), "--json"]
+    command = [sys.executable, "-m", "windlass", *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(home / "out")
+    own = model.state_dict()
+    assert all(torch.equal(tensor, own[name]) for name, tensor in loaded.state_dict().items())
 
 
 def test_a_store_is_configured_by_its_url_or_by_all_its_fields() -> None:

@@ -228,11 +228,9 @@ pub struct Facts {
     pub engines: Vec<Engine>,
     /// Engines may join and leave during the run.
     pub elastic: bool,
-    /// The engines are in another region.
+    /// The engines are in another region, or cannot reach the trainers' hosts.
     pub cross_region: bool,
-    /// Address of a store: a URL, or a path on a shared file system. Not accepted in JSON: this build has no transport
-    /// for stores.
-    #[serde(skip)]
+    /// Address of a store: a URL, or a path on a shared file system.
     pub store_url: Option<String>,
     /// NIXL can be used on both sides. Not accepted in JSON: the Python strategies have no transport for it; agents and
     /// receivers use it with `--nixl`.

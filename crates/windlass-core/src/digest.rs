@@ -61,7 +61,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::hex::{self, Hex};
 use crate::identity::{LayoutHash, StateDigest};
 use crate::kernel::Kernels;
-use crate::manifest::{Block, Manifest};
+use crate::manifest::{Block, Manifest, ManifestError};
 use crate::ranges::BlockRanges;
 
 /// Words that share a high key.
@@ -224,6 +224,29 @@ pub fn sum_block<K: Kernels + ?Sized>(kernels: &K, block: &Block, unit: usize, b
         return sum_range(kernels, block.start * unit as u64, bytes);
     }
     block.runs().zip(bytes.chunks_exact(run)).map(|(r, b)| sum_range(kernels, r * unit as u64, b)).sum()
+}
+
+/// The first of these blocks, whose bytes come one block after the other, that does not have its sum in the table.
+pub fn first_wrong<K: Kernels + ?Sized>(
+    kernels: &K,
+    manifest: &Manifest,
+    blocks: std::ops::Range<u32>,
+    bytes: &[u8],
+    table: &SumTable,
+) -> Result<Option<u32>, ManifestError> {
+    let mut rest = bytes;
+    for number in blocks {
+        let block = manifest.cuts().block(number)?;
+        let unit = manifest.tensors()[block.tensor as usize].dtype.unit();
+        let Some((this, others)) = rest.split_at_checked(block.units() as usize * unit) else {
+            return Ok(Some(number));
+        };
+        if sum_block(kernels, &block, unit, this) != table.get(number) {
+            return Ok(Some(number));
+        }
+        rest = others;
+    }
+    Ok(None)
 }
 
 /// The change of a tensor's sum when some of its units change, in O(changes).

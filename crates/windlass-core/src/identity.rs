@@ -18,13 +18,17 @@ pub enum IdentityError {
     ModelId(String),
     #[error("{0:?} is not a 128-bit hash: expected 32 hexadecimal digits")]
     Hash(String),
+    #[error("{0:?} is not an incarnation: expected up to 16 hexadecimal digits")]
+    Incarnation(String),
 }
 
 impl IdentityError {
     /// The kind of failure (see [`crate::error`]).
     pub fn kind(&self) -> Kind {
         match self {
-            IdentityError::ModelId(_) | IdentityError::Hash(_) => Kind::Invalid,
+            IdentityError::ModelId(_) | IdentityError::Hash(_) | IdentityError::Incarnation(_) => {
+                Kind::Invalid
+            }
         }
     }
 }
@@ -81,6 +85,15 @@ pub struct Incarnation(pub u64);
 impl fmt::Display for Incarnation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:x}", self.0)
+    }
+}
+
+impl FromStr for Incarnation {
+    type Err = IdentityError;
+
+    fn from_str(text: &str) -> Result<Incarnation, IdentityError> {
+        let number = u64::from_str_radix(text, 16);
+        number.map(Incarnation).map_err(|_| IdentityError::Incarnation(excerpt(text)))
     }
 }
 

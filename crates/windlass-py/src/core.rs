@@ -12,7 +12,7 @@ use windlass_core::address::{Endpoint, Host, StoreUrl};
 use windlass_core::backoff::{self, Span};
 use windlass_core::choose::{ChooseError, Facts, Overrides};
 use windlass_core::chunk::{self, ChunkConfig, Extent, Item, WeightChunk};
-use windlass_core::identity::{Incarnation, ModelId};
+use windlass_core::identity::{IdentityError, Incarnation, ModelId};
 use windlass_core::request::{Parameters, WeightUpdateRequest, is_canonical_packed, parse_request_json};
 use windlass_core::sync_info::{self, EngineShape, WeightSyncInfo};
 use windlass_data::private::{self, Readers};
@@ -278,6 +278,5 @@ pub(crate) fn choose(facts: &str, overrides: &str) -> Result<String, Failure> {
 }
 
 pub(crate) fn parse_incarnation(text: &str) -> Result<Incarnation, Failure> {
-    let number = u64::from_str_radix(text, 16);
-    number.map(Incarnation).map_err(|_| Failure::invalid(format!("{text:?} is not an incarnation")))
+    text.parse().map_err(|e: IdentityError| Failure::of(e.kind(), &e))
 }

@@ -6,7 +6,8 @@ use std::sync::{Arc, OnceLock};
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use windlass::service::control::HttpControl;
-use windlass_core::address::Token;
+use windlass::service::store;
+use windlass_core::address::{AddressError, StoreUrl, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::slice::Selection;
@@ -15,12 +16,13 @@ use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
 use windlass_data::nixl;
 use windlass_data::receiver::{
-    Control as _, ControlError, Fetched, Receiver as Inner, ReceiverConfig, RelayConfig, Relaying, Start,
+    Control, ControlError, Fetched, Receiver as Inner, ReceiverConfig, RelayConfig, Relaying, Start,
     StatusHandle,
 };
 use windlass_data::region::Memfd;
 use windlass_data::stop::Stop;
 use windlass_data::tcp::PullConfig;
+use windlass_data::tls::Trust;
 
 use crate::enter::{Home, enter};
 use crate::errors::Failure;
@@ -39,13 +41,33 @@ pub(crate) struct Receiver {
 /// The image, or what it takes to open it.
 enum Slot {
     /// The publisher, who knows the name of the model, has not answered yet.
-    Away(Arc<HttpControl>, Open),
+    Away(Publisher, Open),
     Open(Box<Inner>),
     Closed,
 }
 
-/// Opens the image of a model.
-type Open = Box<dyn Fn(ModelId, &Stop) -> Result<Inner, Failure> + Send>;
+/// Whom to follow.
+enum Publisher {
+    Agent(Arc<HttpControl>),
+    Store { url: StoreUrl, version: Option<u64>, trust: Option<Trust>, dir: PathBuf },
+}
+
+impl Publisher {
+    /// The conversation with it, and the name of its model.
+    fn ask(&self, stop: &Stop) -> Result<(Arc<dyn Control>, ModelId), ControlError> {
+        let control: Arc<dyn Control> = match self {
+            Publisher::Agent(control) => Arc::<HttpControl>::clone(control),
+            Publisher::Store { url, version, trust, dir } => {
+                store::follow(url, *version, trust.as_ref(), dir, stop)?
+            }
+        };
+        let model_id = control.version(None, stop)?.model_id;
+        Ok((control, model_id))
+    }
+}
+
+/// Opens the image of a publisher's model.
+type Open = Box<dyn Fn(Arc<dyn Control>, ModelId, &Stop) -> Result<Inner, Failure> + Send>;
 
 /// How long the publisher may take to answer while nobody waits for it.
 const AT_ONCE: f64 = 5.0;
@@ -63,8 +85,9 @@ impl Receiver {
         work: impl FnOnce(&mut Inner) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let mut slot = self.inner()?;
-        if let Slot::Away(control, open) = &*slot {
-            let inner = open(first_contact(control, stop)?, stop)?;
+        if let Slot::Away(publisher, open) = &*slot {
+            let (control, model_id) = first_contact(|| publisher.ask(stop), stop)?;
+            let inner = open(control, model_id, stop)?;
             let _ = self.status.set(inner.status());
             *slot = Slot::Open(Box::new(inner));
         }
@@ -98,15 +121,15 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 
 #[pymethods]
 impl Receiver {
-    /// Follows the agent at `endpoint`, or the agent of the region on this host that `region` names, into an image
-    /// below `image_dir`: all of it, or the `slice` that a selection in JSON
+    /// Follows the agent at `endpoint`, the agent of the region on this host that `region` names, or the store at `store`, of which it
+    /// gets `version` if that is given, into an image below `image_dir`: all of it, or the `slice` that a selection in JSON
     /// names. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
     /// where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
     /// first free port of `relay_ports`; zeros mean any. With `nixl` it reads images from the agent's memory where the agent lets it, by the
     /// library at `nixl_library` or that of the active environment. With `timeout` the agent must answer within it; without, one that is away is
     /// waited for by whatever needs it first.
     #[new]
-    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, slice = None, name = "receiver", mode = "auto",
+    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, store = None, version = None, slice = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
         keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), nixl = false, nixl_library = None, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
@@ -117,6 +140,8 @@ impl Receiver {
         token: Option<String>,
         tls_ca: Option<PathBuf>,
         region: Option<PathBuf>,
+        store: Option<&str>,
+        version: Option<u64>,
         slice: Option<&str>,
         name: &str,
         mode: &str,
@@ -133,23 +158,44 @@ impl Receiver {
         timeout: Option<f64>,
     ) -> PyResult<Receiver> {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
-        let control = match (endpoint, region, token) {
-            (Some(endpoint), None, Some(token)) => {
-                HttpControl::new(&endpoint, token).map_err(Failure::from)?
+        let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
+        let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
+        let agent = |control: HttpControl| {
+            let control = control.with_trust(trust.clone()).with_timeout(transfer_timeout);
+            Publisher::Agent(Arc::new(control))
+        };
+        if store.is_none() && version.is_some() {
+            let text = "version is for a store: an agent has its newest versions only";
+            return Err(Failure::invalid(text).into());
+        }
+        let publisher = match (endpoint, region, store, token) {
+            (Some(endpoint), None, None, Some(token)) => {
+                agent(HttpControl::new(&endpoint, token).map_err(Failure::from)?)
             }
-            (Some(_), None, None) => {
+            (Some(_), None, None, None) => {
                 let text =
                     "an endpoint needs its token; it is in the file that the agent names when it starts";
                 return Err(Failure::invalid(text).into());
             }
-            (None, Some(dir), token) => HttpControl::of_region(&dir, token),
-            (Some(_), Some(_), _) | (None, None, _) => {
-                return Err(Failure::invalid("give either an endpoint or a region on this host").into());
+            (None, Some(dir), None, token) => agent(HttpControl::of_region(&dir, token)),
+            (None, None, Some(url), None) => {
+                if slice.is_some() || nixl {
+                    let text = "slice and nixl are for agents: from a store, receive the whole model";
+                    return Err(Failure::invalid(text).into());
+                }
+                let url = url.parse().map_err(|e: AddressError| Failure::of(e.kind(), &e))?;
+                Publisher::Store { url, version, trust, dir: image_dir.clone() }
+            }
+            (None, None, Some(_), Some(_)) => {
+                let text = "a store takes no token: its credentials come from the environment";
+                return Err(Failure::invalid(text).into());
+            }
+            (..) => {
+                return Err(
+                    Failure::invalid("give one of an endpoint, a region on this host, or a store").into()
+                );
             }
         };
-        let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
-        let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
-        let control = Arc::new(control.with_trust(trust).with_timeout(transfer_timeout));
         let slice = slice.map(|json| Selection::from_json(json.as_bytes())).transpose();
         let slice = slice.map_err(|e| Failure::of(e.kind(), &e))?.map(Arc::new);
         let (mode, name) = (self::mode(mode)?, name.to_owned());
@@ -160,8 +206,7 @@ impl Receiver {
         }
         let relaying = RelayConfig { ports: relay_ports, ..RelayConfig::default() };
         let nixl = nixl.then_some(nixl::Config { library: nixl_library, params: Vec::new() });
-        let publisher = Arc::clone(&control);
-        let open: Open = Box::new(move |model_id, stop| {
+        let open: Open = Box::new(move |control, model_id, stop| {
             let reader = nixl.clone().map(nixl::Reader::start).transpose();
             let reader = reader.map_err(|e| Failure::of(e.kind(), &e))?;
             let config = ReceiverConfig {
@@ -185,15 +230,15 @@ impl Receiver {
                 nixl: reader.map(Arc::new),
                 relaying: relay.then(|| Arc::new(Relaying::new(relaying.clone()))),
             };
-            Ok(Inner::open(config, Arc::<HttpControl>::clone(&publisher), None, stop)?)
+            Ok(Inner::open(config, control, None, stop)?)
         });
-        let slot = Mutex::new(Slot::Away(control, open));
+        let slot = Mutex::new(Slot::Away(publisher, open));
         let receiver = Receiver { inner: slot, status: OnceLock::new(), home: Home::here() };
         enter(py, Some(timeout.unwrap_or(AT_ONCE)), |stop| {
             if timeout.is_none()
-                && let Slot::Away(control, _) = &*receiver.inner()?
+                && let Slot::Away(publisher, _) = &*receiver.inner()?
             {
-                match control.version(None, stop) {
+                match publisher.ask(stop) {
                     Err(e) if is_away(&e) => return Ok(()),
                     Ok(_) | Err(_) => {}
                 }
@@ -380,7 +425,7 @@ pub(crate) fn layout_of(
     let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
     let control = control.with_trust(trust).with_timeout(held::seconds("timeout", timeout)?);
     enter(py, Some(timeout), |stop| {
-        let model = first_contact(&control, stop)?;
+        let model = first_contact(|| Ok(control.version(None, stop)?.model_id), stop)?;
         let failed = |e: ControlError| Failure::of(e.kind(), &e);
         loop {
             let before = control.version(None, stop).map_err(failed)?;
@@ -407,12 +452,12 @@ fn is_away(e: &ControlError) -> bool {
     matches!(e.kind(), Kind::PeerLost | Kind::Timeout | Kind::NotFound)
 }
 
-/// The publisher's model, once it answers.
-fn first_contact(control: &HttpControl, stop: &Stop) -> Result<ModelId, Failure> {
+/// What a publisher answers, once it does.
+fn first_contact<T>(ask: impl Fn() -> Result<T, ControlError>, stop: &Stop) -> Result<T, Failure> {
     let mut last = None;
     loop {
-        match control.version(None, stop) {
-            Ok(info) => return Ok(info.model_id),
+        match ask() {
+            Ok(answer) => return Ok(answer),
             // What kept it from answering before says more than that the time is over.
             Err(e) if stop.is_set() => return Err(last.unwrap_or_else(|| Failure::of(e.kind(), &e))),
             Err(e) if !is_away(&e) => return Err(Failure::of(e.kind(), &e)),

@@ -1,7 +1,7 @@
 """What a trainer tells its controller of a version.
 
 Owns: :class:`Announcer`, what is known of the last version and the one who is told, also in the background and again after
-the controller was restarted; and :class:`AgentClient`, the two questions that a trainer has for its own agent. Called by
+the controller was restarted; and :class:`AgentClient`, the questions that a trainer has for its own agent. Called by
 :class:`windlass.WeightManager`. Must not: decide which rank speaks.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from windlass import _windlass
 from windlass.controller import Controller, Notified, Reminder, Span
-from windlass.errors import WindlassError, WindlassInvalid
+from windlass.errors import WindlassDenied, WindlassError, WindlassInvalid, WindlassTimeout
 from windlass.http import HttpClient, trusted
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ log = logging.getLogger("windlass")
 
 #: How long the agent may take to say what its delta is like.
 ASK_S = 2.0
+#: How often the agent is asked what it has uploaded.
+LOOK_S = 0.05
 
 
 class AgentClient:
@@ -56,6 +58,26 @@ class AgentClient:
                 return False
             if not query:
                 time.sleep(0.01)
+
+    def wait_stored(self, version: int, until: float) -> int:
+        """Waits until ``version`` or a later one is in the store; which."""
+        agent = self._http()
+        while True:
+            said = (
+                agent.get("/status", stage="ask about the store", timeout=ASK_S).object().get("store") or {}
+            )
+            newest, failure = said.get("version"), said.get("failure")
+            if isinstance(newest, int) and newest >= version:
+                return newest
+            if said.get("fenced"):
+                raise WindlassDenied(f"version {version} does not come to the store: {failure}")
+            if time.monotonic() >= until:
+                why = f"; the agent says: {failure}" if failure else ""
+                raise WindlassTimeout(
+                    f"version {version} is not in the store yet, which has {newest}{why}",
+                    "give it more time: an upload takes the bytes of the image or of the delta over the bandwidth",
+                )
+            time.sleep(LOOK_S)
 
     def delta(self, version: int, image_bytes: int) -> dict[str, float]:
         """How much of the image the delta to a version changes and takes; nothing where the agent cannot say."""

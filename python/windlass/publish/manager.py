@@ -202,6 +202,23 @@ class WeightManager:
             version = newest[0]
         return self._wait_sealed(publisher, version, left(until))
 
+    def wait_stored(self, version: int | None = None, timeout: float | None = None) -> int:
+        """Waits until the agent has uploaded ``version`` (the newest if not given) to the store, or a later one, and returns which
+        one it is: if the trainer is faster than the upload, versions in between are left out."""
+        publisher = self._published("wait for")
+        if self.config.store is None:
+            raise WindlassInvalid("there is no store to wait for", "name one: WeightManager(store=...)")
+        until = time.monotonic() + self._seconds(timeout)
+        publisher.settle(left(until))
+        newest = publisher.newest_number if version is None else version
+        if newest is None:
+            raise WindlassNotFound("nothing was offloaded yet")
+        agent, token_file = self._agent, self.token_file
+        if agent is None or token_file is None:
+            raise WindlassUnsupported("the agent that uploads is another rank's", "ask the first rank")
+        ask = AgentClient(agent.endpoint(left(until)), token_file, self.config.tls_ca)
+        return ask.wait_stored(newest, until)
+
     def notify_version(
         self,
         version: int | None = None,

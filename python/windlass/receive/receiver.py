@@ -124,7 +124,8 @@ class Receiver:
     ...     model.tie_weights()
 
     ``endpoint`` is the agent's, with its token or the file that holds it; on the trainer's host, ``region`` names the region's directory
-    instead. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
+    instead. ``store`` is the URL of a store (``docs/store.md``), such as ``s3://bucket/run``; credentials come from the environment, and
+    ``version`` asks for that version instead of the newest. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
     that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
     :meth:`sync` and :meth:`wait` only. What this receiver has, it passes on in the background to other receivers of the same version
     (``relay=False`` disables that), on a port of ``relay_ports`` (first and last; zeros take any). With ``keep_deltas``, the last deltas that led to the image
@@ -144,6 +145,8 @@ class Receiver:
         token_file: str | Path | None = None,
         tls_ca: str | Path | None = None,
         region: str | Path | None = None,
+        store: str | None = None,
+        version: int | None = None,
         slice: Selection | None = None,
         name: str = "receiver",
         mode: Literal["auto", "full", "delta"] = "auto",
@@ -169,6 +172,8 @@ class Receiver:
                 token=token,
                 tls_ca=None if tls_ca is None else Path(tls_ca),
                 region=None if region is None else Path(region),
+                store=store,
+                version=version,
                 slice=None if slice is None else json.dumps(slice),
                 name=name,
                 mode=mode,

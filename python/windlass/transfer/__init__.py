@@ -1,6 +1,6 @@
 """The strategies that come with Windlass, by the names that configurations use.
 
-``broadcast``, ``cuda_ipc``, ``packed_cuda_ipc``, ``tcp``, ``lora``. Each is imported when it is first asked for.
+``broadcast``, ``cuda_ipc``, ``packed_cuda_ipc``, ``tcp``, ``store``, ``lora``. Each is imported when it is first asked for.
 ``docs/strategies.md`` says which of them works with which backend and engine.
 """
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from windlass.transfer.ipc.packed import PackedCudaIpcTransferStrategy
     from windlass.transfer.ipc.strategy import CudaIpcTransferStrategy
     from windlass.transfer.lora import LoraTransferStrategy
+    from windlass.transfer.store import StoreTransferStrategy
     from windlass.transfer.tcp import TcpTransferStrategy
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "CudaIpcTransferStrategy",
     "LoraTransferStrategy",
     "PackedCudaIpcTransferStrategy",
+    "StoreTransferStrategy",
     "TcpTransferStrategy",
 ]
 
@@ -32,6 +34,7 @@ OWN = {
     "cuda_ipc": ("windlass.transfer.ipc.strategy", "CudaIpcTransferStrategy"),
     "packed_cuda_ipc": ("windlass.transfer.ipc.packed", "PackedCudaIpcTransferStrategy"),
     "tcp": ("windlass.transfer.tcp", "TcpTransferStrategy"),
+    "store": ("windlass.transfer.store", "StoreTransferStrategy"),
     "lora": ("windlass.transfer.lora", "LoraTransferStrategy"),
 }
 

@@ -15,6 +15,7 @@ tensors one by one. The image is a safetensors file, and stays mapped while the 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -77,36 +78,28 @@ class ImageLoader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TcpSettings(Config):
-    """``manager`` are fields of :class:`windlass.WeightManagerConfig`. ``image_dir`` is where each engine keeps its
-    image; without it, a directory in ``/dev/shm`` that is removed at the end. ``timeout`` bounds a version's way from
-    the offload to the image. ``mode`` is what receivers ask for, and ``codec`` "full" is the mode "full"; ``link`` "shm" keeps
-    the agent on loopback."""
+class PullSettings(Config):
+    """What strategies have in common whose engines pull. ``manager`` are fields of :class:`windlass.WeightManagerConfig`.
+    ``image_dir`` is where each engine keeps its image; without it, a directory in ``/dev/shm`` that is removed at the end.
+    ``timeout`` bounds a version's way from the offload to the image."""
 
-    #: What ``link`` may be.
-    links: ClassVar[tuple[str, ...]] = ("shm", "tcp")
+    #: What ``link`` and ``codec`` may be, and why.
+    links: ClassVar[tuple[str, ...]] = ()
+    codecs: ClassVar[tuple[str, ...]] = ("delta_plain",)
+    why: ClassVar[str] = "agents write plain records only"
 
     model_id: str = "policy"
     manager: Mapping[str, Any] = field(default_factory=dict)
     image_dir: str | None = None
     timeout: float = 600.0
-    mode: Literal["full", "delta", "auto"] = "auto"
     link: str | None = None
     codec: str | None = None
 
     def __post_init__(self) -> None:
         self._text("model_id")
         self._text("image_dir", optional=True)
-        self._carries(
-            "it is",
-            self.links,
-            ("full", "delta_plain"),
-            "agents write plain records only; for whole images, codec is 'full'",
-        )
+        self._carries("it is", self.links, self.codecs, self.why)
         self._seconds("timeout")
-        self._choice("mode", "full", "delta", "auto")
-        if (self.codec, self.mode) in (("full", "delta"), ("delta_plain", "full")):
-            raise self._bad("codec", f"the other one for the mode {self.mode!r}")
         if not isinstance(self.manager, Mapping):
             raise self._bad("manager", "a dictionary of the fields of WeightManagerConfig")
         self.config()
@@ -117,14 +110,32 @@ class TcpSettings(Config):
             return f"it belongs under 'manager', as in {{'manager': {{{key!r}: ...}}}}"
         return super()._hint(key, known)
 
+    def config(self) -> WeightManagerConfig:
+        """How the trainer publishes."""
+        return WeightManagerConfig.from_dict({"model_id": self.model_id, **self.manager})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TcpSettings(PullSettings):
+    """``mode`` is what receivers ask for, and ``codec`` "full" is the mode "full"; ``link`` "shm" keeps the agent on loopback. The
+    others are those of :class:`PullSettings`."""
+
+    links: ClassVar[tuple[str, ...]] = ("shm", "tcp")
+    codecs: ClassVar[tuple[str, ...]] = ("full", "delta_plain")
+    why: ClassVar[str] = "agents write plain records only; for whole images, codec is 'full'"
+
+    mode: Literal["full", "delta", "auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._choice("mode", "full", "delta", "auto")
+        if (self.codec, self.mode) in (("full", "delta"), ("delta_plain", "full")):
+            raise self._bad("codec", f"the other one for the mode {self.mode!r}")
+
     @property
     def asks(self) -> Literal["full", "delta", "auto"]:
         """What receivers ask for."""
         return "full" if self.codec == "full" else self.mode
-
-    def config(self) -> WeightManagerConfig:
-        """How the trainer publishes."""
-        return WeightManagerConfig.from_dict({"model_id": self.model_id, **self.manager})
 
 
 class TcpTransferStrategy(WeightTransferStrategy):
@@ -247,18 +258,11 @@ class _Reserved:
         return cls(dataclasses.replace(config, agent=agent), f"{scheme}://{shown}:{port}", token, release)
 
 
-class TcpTransferSender(WeightTransferSender):
-    """Publishes versions; the engines pull them."""
+class PublishingSender(WeightTransferSender):
+    """Publishes versions through a manager; a subclass tells the engines where they are."""
 
-    def __init__(
-        self,
-        settings: TcpSettings,
-        info: AgentWeightSyncInfo,
-        ranks: TrainerRanks,
-        reserved: _Reserved | None,
-    ) -> None:
-        self._settings, self._info, self._ranks, self._reserved = settings, info, ranks, reserved
-        self._config = reserved.config if reserved is not None else settings.config()
+    def __init__(self, config: WeightManagerConfig, ranks: TrainerRanks, timeout: float) -> None:
+        self._config, self._ranks, self._timeout = config, ranks, timeout
         self._manager: WeightManager | None = None
         self._metadata: list[tuple[str, Any, Any]] | None = None
 
@@ -322,30 +326,57 @@ class TcpTransferSender(WeightTransferSender):
                 config = dataclasses.replace(config, generator_dtype=str(dtype))
             self._manager = WeightManager(config, names=names)  # type: ignore[arg-type]
         manager = self._manager
-        manager.offload(weights, version, self._ranks.rank, self._ranks.count, timeout=self._settings.timeout)
+        manager.offload(weights, version, self._ranks.rank, self._ranks.count, timeout=self._timeout)
         if self._ranks.rank == 0:
-            manager.wait_delta_ready(version, self._settings.timeout)
+            manager.wait_delta_ready(version, self._timeout)
 
     async def _announce(self, version: int, client: InferenceClient) -> None:
-        if self._ranks.rank != 0:
-            return
+        """Tells the engines, on the first rank."""
         manager = self._manager
-        assert manager is not None
+        if self._ranks.rank != 0 or manager is None:
+            return
         assert manager.incarnation is not None
-        endpoint = await asyncio.to_thread(lambda: manager.endpoint)
-        if endpoint != self._info.endpoints[0]:
-            raise WindlassInvalid(
-                f"the agent listens at {endpoint}, and engines were told {self._info.endpoints[0]}",
-                "something else took the reserved port; make new sync info",
-            )
         identity = Identity(self._config.model_id, manager.incarnation, version)
-        await client.update_weights(PullWeightUpdateRequest(identity, endpoint, self._settings.asks))
+        request = await asyncio.to_thread(self._request, manager, identity)
+        await client.update_weights(request)
+
+    @abc.abstractmethod
+    def _request(self, manager: WeightManager, identity: Identity) -> WeightUpdateRequest:
+        """What engines are told of a version. May wait until they can have it."""
 
     def close(self) -> None:
         """Ends the agent, and removes its region and token."""
         manager, self._manager = self._manager, None
         if manager is not None:
             manager.close()
+
+
+class TcpTransferSender(PublishingSender):
+    """Publishes versions; the engines pull them from the agent."""
+
+    def __init__(
+        self,
+        settings: TcpSettings,
+        info: AgentWeightSyncInfo,
+        ranks: TrainerRanks,
+        reserved: _Reserved | None,
+    ) -> None:
+        config = reserved.config if reserved is not None else settings.config()
+        super().__init__(config, ranks, settings.timeout)
+        self._settings, self._info, self._reserved = settings, info, reserved
+
+    def _request(self, manager: WeightManager, identity: Identity) -> WeightUpdateRequest:
+        endpoint = manager.endpoint
+        if endpoint != self._info.endpoints[0]:
+            raise WindlassInvalid(
+                f"the agent listens at {endpoint}, and engines were told {self._info.endpoints[0]}",
+                "something else took the reserved port; make new sync info",
+            )
+        return PullWeightUpdateRequest(identity, endpoint, self._settings.asks)
+
+    def close(self) -> None:
+        """Ends the agent, and removes its region and token."""
+        super().close()
         reserved, self._reserved = self._reserved, None
         if reserved is not None:
             reserved.release()
@@ -391,13 +422,11 @@ def _pairs(
             yield name, tensor if holds else None
 
 
-class TcpTransferReceiver(WeightTransferReceiver):
-    """Pulls into an image of its own."""
+class PullingReceiver(WeightTransferReceiver):
+    """Pulls into an image of its own; a subclass knows from where."""
 
-    request_type = PullWeightUpdateRequest
-
-    def __init__(self, settings: TcpSettings, info: AgentWeightSyncInfo, rank: int) -> None:
-        self._settings, self._info, self._rank = settings, info, rank
+    def __init__(self, settings: PullSettings, rank: int) -> None:
+        self._settings, self._rank = settings, rank
         self._own = (
             None
             if settings.image_dir is not None
@@ -407,51 +436,48 @@ class TcpTransferReceiver(WeightTransferReceiver):
         )
         self._receiver: Receiver | None = None
 
+    @abc.abstractmethod
+    def _source(self, request: WeightUpdateRequest) -> tuple[Identity, Mapping[str, Any]]:
+        """The version of a request, which is checked, and where a :class:`windlass.Receiver` gets it."""
+
     def pull(self, request: WeightUpdateRequest) -> Receiver:
         """Brings the image to the announced version, or beyond. Blocks."""
         from windlass.receive.receiver import Receiver
 
-        if not isinstance(request, PullWeightUpdateRequest):
-            raise WindlassInvalid(f"the request is {type(request).__name__}: this engine pulls from an agent")
-        if request.sender_endpoint not in self._info.endpoints:
-            raise WindlassDenied(
-                f"the request names the agent {request.sender_endpoint}, and this engine was told "
-                f"{', '.join(self._info.endpoints)}",
-                "a token is given to those only for whom it is meant; make new sync info if the agent has moved",
-            )
-        if request.identity.model_id != self._info.model_id:
-            raise WindlassInvalid(
-                f"the request is for model {request.identity.model_id!r}, and this engine follows {self._info.model_id!r}"
-            )
+        identity, source = self._source(request)
         if self._receiver is None:
-            # Not before: the agent comes with the first version.
+            # Not before: the publisher comes with the first version.
             folder = Path(self._own or f"{self._settings.image_dir}/rank-{self._rank}")
             _windlass.make_place(folder)
             self._receiver = Receiver(
                 folder,
-                endpoint=request.sender_endpoint,
-                token=self._info.token,
                 tls_ca=self._settings.config().tls_ca,
                 name=f"engine-rank-{self._rank}",
-                mode=request.mode,
                 transfer_timeout=self._settings.timeout,
                 timeout=self._settings.timeout,
+                **source,
             )
-        told = self._receiver.wait(request.identity.version, self._settings.timeout)
+        told = self._receiver.wait(identity.version, self._settings.timeout)
         log.info("rank %d pulled version %s: %s", self._rank, self._receiver.version, told)
         return self._receiver
+
+    def _refuse_model(self, identity: Identity, model_id: str) -> None:
+        if identity.model_id != model_id:
+            raise WindlassInvalid(
+                f"the request is for model {identity.model_id!r}, and this engine follows {model_id!r}"
+            )
 
     @contextlib.asynccontextmanager
     async def held(self, request: WeightUpdateRequest) -> AsyncIterator[Image]:
         """The announced version in place, whole and proved, until the block ends."""
         receiver = await asyncio.to_thread(self.pull, request)
-        assert isinstance(request, PullWeightUpdateRequest)
+        identity, _ = self._source(request)
         hold = receiver.hold(seconds=self._settings.timeout, timeout=self._settings.timeout)
         image = await asyncio.to_thread(hold.__enter__)
         try:
-            if image.incarnation < request.identity.incarnation:
+            if image.incarnation < identity.incarnation:
                 raise WindlassStale(
-                    f"the image is of incarnation {image.incarnation:016x}, and {request.identity.incarnation:016x} was "
+                    f"the image is of incarnation {image.incarnation:016x}, and {identity.incarnation:016x} was "
                     "announced",
                     "the trainer was restarted; sync again",
                 )
@@ -480,3 +506,26 @@ class TcpTransferReceiver(WeightTransferReceiver):
             receiver.close()
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
+
+
+class TcpTransferReceiver(PullingReceiver):
+    """Pulls from the trainer's agent."""
+
+    request_type = PullWeightUpdateRequest
+
+    def __init__(self, settings: TcpSettings, info: AgentWeightSyncInfo, rank: int) -> None:
+        super().__init__(settings, rank)
+        self._info = info
+
+    def _source(self, request: WeightUpdateRequest) -> tuple[Identity, Mapping[str, Any]]:
+        if not isinstance(request, PullWeightUpdateRequest):
+            raise WindlassInvalid(f"the request is {type(request).__name__}: this engine pulls from an agent")
+        if request.sender_endpoint not in self._info.endpoints:
+            raise WindlassDenied(
+                f"the request names the agent {request.sender_endpoint}, and this engine was told "
+                f"{', '.join(self._info.endpoints)}",
+                "a token is given to those only for whom it is meant; make new sync info if the agent has moved",
+            )
+        self._refuse_model(request.identity, self._info.model_id)
+        source = {"endpoint": request.sender_endpoint, "token": self._info.token, "mode": request.mode}
+        return request.identity, source

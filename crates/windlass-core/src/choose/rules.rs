@@ -172,7 +172,7 @@ impl Case<'_> {
             Strategy::Broadcast => self.broadcast_impossible(),
             Strategy::Lora if !f.lora => unsuited("no adapter is trained; the whole model has to be synced"),
             Strategy::Store if f.store_url.is_none() => {
-                let why = "no store_url can be given: this build has no transport for stores";
+                let why = "no store_url is given, where both sides would reach a store";
                 Some(Objection { why: why.into(), blocked: f.cross_region })
             }
             Strategy::Nixl if !f.nixl_library => {

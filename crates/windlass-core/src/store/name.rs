@@ -62,6 +62,35 @@ impl Object {
         }
     }
 
+    /// The version that it is the index of.
+    pub fn as_version(&self) -> Option<(Incarnation, Version)> {
+        match self {
+            Object::Version { incarnation, version } => Some((*incarnation, *version)),
+            Object::Head
+            | Object::NumberedHead(_)
+            | Object::Probe
+            | Object::Manifest { .. }
+            | Object::Delta { .. }
+            | Object::Part { .. }
+            | Object::Sums { .. }
+            | Object::Anchor { .. } => None,
+        }
+    }
+
+    /// Whether a version could need it, as far as names say.
+    pub fn may_be_needed_by(&self, incarnation: Incarnation, version: Version) -> bool {
+        let reaches = match *self {
+            Object::Head | Object::NumberedHead(_) | Object::Probe => false,
+            Object::Manifest { .. } => true,
+            Object::Delta { target, .. } => target <= version,
+            Object::Part { start, .. } | Object::Sums { start, .. } | Object::Anchor { start, .. } => {
+                start <= version
+            }
+            Object::Version { version: own, .. } => own == version,
+        };
+        reaches && self.incarnation() == Some(incarnation)
+    }
+
     /// The name of the directory of an incarnation.
     pub fn folder(incarnation: Incarnation) -> String {
         format!("{:016x}", incarnation.0)

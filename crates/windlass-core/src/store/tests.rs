@@ -89,6 +89,18 @@ fn object() -> impl Strategy<Value = Object> {
     ]
 }
 
+#[test]
+fn a_version_needs_nothing_that_names_do_not_allow() {
+    let index = index(3, &[(1, 10), (2, 10), (1, 10)], 100);
+    let anchor = anchor(&[(2, 3), (1, 4), (5, 6)]);
+    let (of, version) = (index.identity.incarnation, index.identity.version);
+    assert!(index.needs(&anchor).keys().all(|o| o.may_be_needed_by(of, version)));
+    assert!(!index.needs(&anchor).keys().any(|o| o.may_be_needed_by(Incarnation(8), version)));
+    // The version before needs the same but for its own index and the last delta.
+    let before = index.needs(&anchor).into_keys().filter(|o| o.may_be_needed_by(of, version - 1)).count();
+    assert_eq!(before, index.needs(&anchor).len() - 2);
+}
+
 proptest! {
     #[test]
     fn names_are_read_as_they_were_written(object in object(), junk in "[a-z0-9/.-]{0,80}") {

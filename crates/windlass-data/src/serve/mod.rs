@@ -51,7 +51,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex, MutexGuard};
 use serde::Serialize;
 use windlass_core::address::{Host, HostPort};
-use windlass_core::digest::{BlockSum, SumTable, sum_block};
+use windlass_core::digest::{BlockSum, SumTable, first_wrong};
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::wire::control::{
@@ -171,26 +171,18 @@ impl SlotView {
         };
         let data = lease.data();
         let mut bytes = Vec::with_capacity(manifest.bytes_of(&blocks.clone().into()) as usize);
-        let mut lengths = Vec::with_capacity(blocks.len());
         for block in blocks.clone() {
             let block = manifest.cuts().block(block).map_err(SealError::from)?;
-            let before = bytes.len();
             for run in manifest.byte_runs(&block) {
                 bytes.extend_from_slice(data.get(run.start as usize..run.end as usize).unwrap_or_default());
             }
-            lengths.push((block, bytes.len() - before));
         }
         if lease.finish().is_err() {
             return Ok(None);
         }
-        let mut rest = bytes.as_slice();
-        for (number, (block, len)) in blocks.zip(lengths) {
-            let (this, others) = rest.split_at(len);
-            let unit = manifest.tensors()[block.tensor as usize].dtype.unit();
-            if sum_block(crate::simd::kernels(), &block, unit, this) != self.sums.get(number) {
-                return Err(ServeError::Differs { version: self.version, block: number });
-            }
-            rest = others;
+        let wrong = first_wrong(crate::simd::kernels(), manifest, blocks, &bytes, &self.sums);
+        if let Some(block) = wrong.map_err(SealError::from)? {
+            return Err(ServeError::Differs { version: self.version, block });
         }
         Ok(Some(bytes))
     }

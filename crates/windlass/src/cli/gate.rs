@@ -26,7 +26,7 @@ pub(super) struct ParsedGate {
     #[arg(long, value_name = "ID")]
     model: Option<ModelId>,
     /// Incarnation of the model's trainer, in hexadecimal; versions of earlier incarnations never open the gate
-    #[arg(long, value_parser = parse_incarnation, requires = "model", value_name = "HEX")]
+    #[arg(long, requires = "model", value_name = "HEX")]
     incarnation: Option<Incarnation>,
     /// Timeout, in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, value_name = "S")]
@@ -57,9 +57,4 @@ impl ParsedGate {
 
 fn parse_set_name(text: &str) -> Result<SetName, String> {
     SetName::new(text).map_err(|e| e.to_string())
-}
-
-fn parse_incarnation(text: &str) -> Result<Incarnation, String> {
-    let number = u64::from_str_radix(text, 16);
-    number.map(Incarnation).map_err(|_| format!("{text:?} is not a hexadecimal number of 64 bits"))
 }

@@ -11,6 +11,7 @@ mod gate;
 mod lab;
 mod publish;
 mod service;
+mod store;
 mod top;
 
 use std::ffi::OsString;
@@ -26,6 +27,7 @@ use self::gate::ParsedGate;
 use self::lab::{ParsedBench, ParsedDemo, ParsedRank};
 use self::publish::ParsedPublish;
 use self::service::{ParsedAgent, ParsedGc, ParsedReceive, ParsedVerify};
+use self::store::ParsedStoreTool;
 use self::top::ParsedTop;
 use crate::console::{Session, report};
 use crate::error::Error;
@@ -144,6 +146,9 @@ enum ParsedCommand {
     /// its contents, unless a Windlass process has it open. With --dry-run, the command only lists such directories. Programs
     /// that have mapped an image keep their mapping, but can no longer open its path.
     Gc(ParsedGc),
+    /// Look at the versions in a store: S3, GCS, Azure or a shared disk
+    #[command(subcommand)]
+    Store(ParsedStoreTool),
     /// Train synthetic models in several processes and keep receivers in sync with them
     ///
     /// Starts two trainers with several ranks each, an agent per trainer, a controller with a live page, and receivers that
@@ -255,7 +260,8 @@ impl ParsedCommand {
             | ParsedCommand::Gate(_)
             | ParsedCommand::Top(_)
             | ParsedCommand::Config { .. }
-            | ParsedCommand::Gc(_) => false,
+            | ParsedCommand::Gc(_)
+            | ParsedCommand::Store(_) => false,
         }
     }
 
@@ -314,6 +320,7 @@ impl ParsedCommand {
                 done(move |s| receive.run(s))
             }
             ParsedCommand::Gc(gc) => gc.check()?,
+            ParsedCommand::Store(store) => store.check()?,
             ParsedCommand::Guard => done(engines::guard::child),
             #[cfg(feature = "lab")]
             ParsedCommand::Bench(bench) => bench.check()?,

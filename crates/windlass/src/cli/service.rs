@@ -31,7 +31,8 @@ use crate::service::store::publish::StoreOptions;
 use crate::service::tls;
 use crate::service::token;
 use crate::tools::gc::Gc;
-use crate::tools::orphans::Orphans;
+use crate::tools::store::Place;
+use crate::tools::store::orphans::Orphans;
 use crate::tools::verify::Verify;
 
 /// The default directory for regions and images.
@@ -181,7 +182,7 @@ fn parse_age(text: &str) -> Result<f64, String> {
 }
 
 /// A positive number of hours, as milliseconds.
-fn parse_hours(text: &str) -> Result<u64, String> {
+pub(super) fn parse_hours(text: &str) -> Result<u64, String> {
     let hours = text.parse::<f64>().ok().filter(|h| *h > 0.0 && *h < 1e6);
     hours.map(|h| (h * 3_600_000.0) as u64).ok_or_else(|| format!("{text:?} is not a number of hours"))
 }
@@ -775,7 +776,8 @@ impl ParsedGc {
         if let Some(url) = self.dir.to_str().filter(|dir| dir.contains("://")) {
             let url = url.parse().map_err(|e: AddressError| Error::Usage(e.to_string()))?;
             let age = Duration::from_secs_f64(self.older_than * 3600.0);
-            let orphans = Orphans { url, dry_run, yes, age, trust: self.client.trust()? };
+            let place = Place { url, trust: self.client.trust()? };
+            let orphans = Orphans { place, dry_run, yes, age };
             return Ok(done(move |s| orphans.run(s)));
         }
         let gc = Gc { dir: self.dir, dry_run, yes, images: self.images };

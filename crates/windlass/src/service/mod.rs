@@ -29,7 +29,7 @@ pub(crate) mod nixl;
 pub mod plane;
 pub mod program;
 pub(crate) mod receive;
-pub(crate) mod store;
+pub mod store;
 pub mod supervise;
 pub mod tls;
 pub mod token;

@@ -7,7 +7,7 @@
 //! | [`inspect`] | `windlass inspect` |
 //! | [`verify`] | `windlass verify` |
 //! | [`gc`] | `windlass gc` |
-//! | [`orphans`] | `windlass gc URL` |
+//! | [`store`] | `windlass store`, `windlass gc URL` |
 //! | [`gate`] | `windlass gate` |
 //! | [`top`] | `windlass top` |
 //! | [`doctor`] | `windlass doctor` |
@@ -21,7 +21,7 @@ pub(crate) mod gate;
 pub(crate) mod gc;
 pub(crate) mod inspect;
 pub(crate) mod limits;
-pub(crate) mod orphans;
 pub(crate) mod outfile;
+pub(crate) mod store;
 pub(crate) mod top;
 pub(crate) mod verify;

@@ -100,11 +100,13 @@ pub(crate) struct OutDir {
 }
 
 impl OutDir {
-    /// Begins a directory that will appear at `target` with the mode of the directory `source`.
-    pub(crate) fn create(target: &Path, source: &Path, inputs: &[&Path]) -> Result<OutDir, Error> {
+    /// Begins a directory that will appear at `target` with the mode of the directory `source`, or readable by all.
+    pub(crate) fn create(target: &Path, source: Option<&Path>, inputs: &[&Path]) -> Result<OutDir, Error> {
         let target = check_place(target)?;
         refuse_inputs(&target, inputs)?;
-        let mode = fs::metadata(source).map_err(Error::io("read", source))?.mode() & 0o777;
+        let mode_of =
+            |dir: &Path| fs::metadata(dir).map(|m| m.mode() & 0o777).map_err(Error::io("read", dir));
+        let mode = source.map_or(Ok(0o755), mode_of)?;
         let (temp, lock_path) = (beside(&target, "tmp")?, beside(&target, "lock")?);
         refuse_existing(&target)?;
         let lock = lock_file(&lock_path, &target)?;
@@ -310,19 +312,19 @@ mod tests {
     fn two_runs_for_one_directory_are_kept_apart() {
         let dir = tempfile::tempdir().unwrap();
         let target = dir.path().join("out");
-        let first = OutDir::create(&target, dir.path(), &[]).unwrap();
+        let first = OutDir::create(&target, Some(dir.path()), &[]).unwrap();
         fs::write(first.path().join("shard"), "first").unwrap();
-        assert!(matches!(OutDir::create(&target, dir.path(), &[]), Err(Error::Busy { .. })));
+        assert!(matches!(OutDir::create(&target, Some(dir.path()), &[]), Err(Error::Busy { .. })));
         first.commit().unwrap();
         assert_eq!(fs::read(target.join("shard")).unwrap(), b"first");
-        assert!(matches!(OutDir::create(&target, dir.path(), &[]), Err(Error::InTheWay { .. })));
+        assert!(matches!(OutDir::create(&target, Some(dir.path()), &[]), Err(Error::InTheWay { .. })));
         assert_eq!(names(dir.path()), ["out"]);
         // What a killed run leaves is taken over, and nothing of it remains.
         let next = dir.path().join("next");
         fs::create_dir(dir.path().join(".next.windlass-tmp")).unwrap();
         fs::write(dir.path().join(".next.windlass-tmp/old"), "").unwrap();
         fs::write(dir.path().join(".next.windlass-lock"), "").unwrap();
-        OutDir::create(&next, dir.path(), &[]).unwrap().commit().unwrap();
+        OutDir::create(&next, Some(dir.path()), &[]).unwrap().commit().unwrap();
         assert_eq!((names(&next), names(dir.path())), (vec![], vec!["next".into(), "out".into()]));
     }
 
@@ -367,11 +369,11 @@ mod tests {
         }
         let missing = OutFile::create(&dir.path().join("no/out"), &[]);
         assert!(matches!(missing, Err(Error::Io { path, .. }) if path.ends_with("no")));
-        let missing = OutDir::create(&dir.path().join("no/out"), dir.path(), &[]);
+        let missing = OutDir::create(&dir.path().join("no/out"), Some(dir.path()), &[]);
         assert!(matches!(missing, Err(Error::Io { path, .. }) if path.ends_with("no")));
         assert_eq!(names(dir.path()), Vec::<String>::new());
         for slash in ["a/", "b/."] {
-            OutDir::create(&dir.path().join(slash), dir.path(), &[]).unwrap().commit().unwrap();
+            OutDir::create(&dir.path().join(slash), Some(dir.path()), &[]).unwrap().commit().unwrap();
         }
         assert_eq!(names(dir.path()), ["a", "b"]);
     }
@@ -388,7 +390,10 @@ mod tests {
         }
         let shard = dir.path().join("new.safetensors");
         assert!(matches!(OutFile::create(&shard, &[dir.path()]), Err(Error::Overwrite { .. })));
-        assert!(matches!(OutDir::create(&shard, dir.path(), &[dir.path()]), Err(Error::Overwrite { .. })));
+        assert!(matches!(
+            OutDir::create(&shard, Some(dir.path()), &[dir.path()]),
+            Err(Error::Overwrite { .. })
+        ));
         assert!(OutFile::create(&dir.path().join("new.delta"), &[dir.path()]).is_ok());
         assert_eq!(fs::read(&input).unwrap(), b"x");
     }

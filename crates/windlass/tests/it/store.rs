@@ -1,6 +1,8 @@
 //! A store with real processes: a trainer and its agent upload, receivers follow. In a directory, and in a real S3 server.
 
+mod faults;
 mod server;
+mod tools;
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -21,9 +23,17 @@ fn home() -> TempDir {
 }
 
 fn trainer(region: &Path) -> Trainer {
-    let args = ["demo-rank", "--rank=0", "--ranks=1", "--model-id=policy"].map(String::from);
-    let more = [format!("--region={}", region.display()), format!("--model-bytes={BYTES}")];
-    let process = Process::start(args.into_iter().chain(more));
+    trainer_of(region, "policy", &[])
+}
+
+fn trainer_of(region: &Path, model_id: &str, more: &[&str]) -> Trainer {
+    let args = ["demo-rank", "--rank=0", "--ranks=1"].iter().chain(more).map(ToString::to_string);
+    let own = [
+        format!("--region={}", region.display()),
+        format!("--model-bytes={BYTES}"),
+        format!("--model-id={model_id}"),
+    ];
+    let process = Process::start(args.chain(own));
     process.event("ready");
     Trainer { process, region: region.to_owned() }
 }

@@ -107,7 +107,7 @@ impl FromStr for Label {
     fn from_str(text: &str) -> Result<Label, Foreign> {
         let rest = text.strip_prefix("windlass:").ok_or(Foreign)?;
         let (incarnation, version) = rest.split_once(':').ok_or(Foreign)?;
-        let incarnation = Incarnation(u64::from_str_radix(incarnation, 16).map_err(|_| Foreign)?);
+        let incarnation = incarnation.parse().map_err(|_| Foreign)?;
         let label = Label { incarnation, version: version.parse().map_err(|_| Foreign)? };
         if label.to_string() == text { Ok(label) } else { Err(Foreign) }
     }

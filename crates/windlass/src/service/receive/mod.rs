@@ -68,9 +68,7 @@ use crate::service::control::HttpControl;
 use crate::service::disk::as_dir::{AsDir, Placed};
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 use crate::service::nixl::Nixl;
-use crate::service::store::bucket::Bucket;
-use crate::service::store::follow::StoreControl;
-use crate::service::store::model::StoredModel;
+use crate::service::store;
 
 pub(crate) use self::member::Controlled;
 use self::retry::{Attempts, Standing, retry_transient};
@@ -91,14 +89,11 @@ impl Publisher {
     fn control(&self, receive: &Receive, session: &Session, stop: &Stop) -> Result<Arc<dyn Control>, Error> {
         let (timeout, trust) = (receive.timeout, receive.trust.as_ref());
         let control = match self {
-            Publisher::Store(url, pin) => {
-                let find = || -> Result<StoredModel, ReceiverError> {
-                    let bucket = Bucket::open(url, trust, false).map(Arc::new);
-                    let model = bucket.and_then(|bucket| StoredModel::only(&bucket, stop));
-                    Ok(model.map_err(|e| e.control("find a model"))?)
+            Publisher::Store(url, version) => {
+                let follow = || -> Result<_, ReceiverError> {
+                    Ok(store::follow(url, *version, trust, &receive.dir, stop)?)
                 };
-                let model = retry_transient(Standing::New, session, stop, find)?;
-                return Ok(Arc::new(StoreControl::new(model, *pin, &receive.dir)));
+                return retry_transient(Standing::New, session, stop, follow);
             }
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),

@@ -49,7 +49,7 @@ use windlass_data::stop::Stop;
 use windlass_data::tcp::{Landing, TcpError, Watch};
 
 use super::bucket::StoreFailure;
-use super::model::{Look, StoredModel, Tag};
+use super::model::{Look, Pick, StoredModel, Tag};
 use crate::error::chain;
 
 /// Bytes of a range.
@@ -108,8 +108,7 @@ enum Cargo {
 #[derive(Debug)]
 pub(crate) struct StoreControl {
     model: StoredModel,
-    /// The version that is wanted, unless the newest is.
-    pin: Option<Version>,
+    pick: Pick,
     /// Where links are kept until the version is whole.
     links: PathBuf,
     state: Mutex<State>,
@@ -117,9 +116,9 @@ pub(crate) struct StoreControl {
 
 impl StoreControl {
     /// Follows `model`, or gets one version of it. Links are kept in a directory below `dir`.
-    pub(crate) fn new(model: StoredModel, pin: Option<Version>, dir: &Path) -> StoreControl {
+    pub(crate) fn new(model: StoredModel, pick: Pick, dir: &Path) -> StoreControl {
         let links = dir.join(format!(".{}.store", model.model_id()));
-        StoreControl { model, pin, links, state: Mutex::default() }
+        StoreControl { model, pick, links, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -151,8 +150,8 @@ impl StoreControl {
             let why = format!("the head is of model {}", head.identity.model_id);
             return Err(self.odd(WHAT, Kind::Corrupt, why));
         }
-        let index = self.index(&head, stop).map_err(|e| self.lost(WHAT, &e))?;
-        if self.pin.is_none() && index.digest != head.digest {
+        let index = self.model.pick(&head, &self.pick, stop).map_err(|e| self.lost(WHAT, &e))?;
+        if self.pick == Pick::default() && index.digest != head.digest {
             let why = format!("the head and the index of {} have different digests", head.identity);
             return Err(self.odd(WHAT, Kind::Corrupt, why));
         }
@@ -168,23 +167,6 @@ impl StoreControl {
         }
         state.head = Some((head, tag));
         Ok(())
-    }
-
-    /// The index of the version that is followed.
-    fn index(&self, head: &Head, stop: &Stop) -> Result<VersionIndex, StoreFailure> {
-        let newest = head.identity.incarnation;
-        let Some(pin) = self.pin else { return self.model.version(newest, head.identity.version, stop) };
-        if let Some(index) = self.model.find_version(newest, pin, stop)? {
-            return Ok(index);
-        }
-        // Of an earlier incarnation, the latest that has it.
-        let (objects, _) = self.model.list(stop)?;
-        let has = |o: &Object| match o {
-            Object::Version { incarnation, version } if *version == pin => Some(*incarnation),
-            _ => None,
-        };
-        let incarnation = objects.keys().filter_map(has).max().unwrap_or(newest);
-        self.model.version(incarnation, pin, stop)
     }
 
     fn stored(&self) -> Result<Arc<Stored>, ControlError> {

@@ -15,3 +15,31 @@ pub(crate) mod follow;
 pub(crate) mod model;
 pub(crate) mod publish;
 mod transport;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use windlass_core::address::StoreUrl;
+use windlass_core::identity::Version;
+use windlass_data::receiver::{Control, ControlError};
+use windlass_data::stop::Stop;
+use windlass_data::tls::Trust;
+
+use self::bucket::Bucket;
+use self::follow::StoreControl;
+use self::model::{Pick, StoredModel};
+
+/// The only model of a store, for a receiver: its newest version, or the one that is given. What has been fetched of a version
+/// that is not whole is kept below `dir`, where the image is.
+pub fn follow(
+    url: &StoreUrl,
+    version: Option<Version>,
+    trust: Option<&Trust>,
+    dir: &Path,
+    stop: &Stop,
+) -> Result<Arc<dyn Control>, ControlError> {
+    let bucket = Bucket::open(url, trust, false).map(Arc::new);
+    let model = bucket.and_then(|bucket| StoredModel::only(&bucket, stop));
+    let model = model.map_err(|e| e.control("find a model"))?;
+    Ok(Arc::new(StoreControl::new(model, Pick { incarnation: None, version }, dir)))
+}

@@ -39,6 +39,15 @@ pub(crate) enum Look {
     Moved(Head, Tag),
 }
 
+/// Which version of a model is meant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Pick {
+    /// By default the newest that has the version.
+    pub(crate) incarnation: Option<Incarnation>,
+    /// By default the newest.
+    pub(crate) version: Option<Version>,
+}
+
 /// One model in a store.
 #[derive(Clone, Debug)]
 pub(crate) struct StoredModel {
@@ -270,6 +279,49 @@ impl StoredModel {
             let why = "there is no such version: it was not published, or was removed by retention";
             self.bucket.failure("read", &name, Kind::NotFound, why)
         })
+    }
+
+    /// The newest head.
+    pub(crate) fn head(&self, stop: &Stop) -> Result<Head, StoreFailure> {
+        match self.look(None, stop)? {
+            Look::Moved(head, _) => Ok(head),
+            Look::Absent | Look::Same => {
+                let why = "no version has been published there yet";
+                Err(self.bucket.failure("read", &self.name(&Object::Head), Kind::NotFound, why))
+            }
+        }
+    }
+
+    /// The index of the version that is meant, given the newest head.
+    pub(crate) fn pick(&self, head: &Head, pick: &Pick, stop: &Stop) -> Result<VersionIndex, StoreFailure> {
+        let newest = &head.identity;
+        let incarnation = pick.incarnation.unwrap_or(newest.incarnation);
+        let version = match pick.version {
+            Some(version) => version,
+            None if incarnation == newest.incarnation => newest.version,
+            None => {
+                let found = self.versions(stop)?.into_iter().filter(|(i, _)| *i == incarnation).max();
+                let why = format!(
+                    "there is no version of incarnation {incarnation}: `windlass store ls` lists them"
+                );
+                found.ok_or_else(|| self.bucket.failure("find", "a version", Kind::NotFound, why))?.1
+            }
+        };
+        if let (None, Some(_)) = (pick.incarnation, pick.version) {
+            if let Some(index) = self.find_version(incarnation, version, stop)? {
+                return Ok(index);
+            }
+            // Of an earlier incarnation, the latest that has it.
+            let latest = self.versions(stop)?.into_iter().filter(|(_, v)| *v == version).max();
+            return self.version(latest.map_or(incarnation, |(i, _)| i), version, stop);
+        }
+        self.version(incarnation, version, stop)
+    }
+
+    /// All versions that are there.
+    fn versions(&self, stop: &Stop) -> Result<Vec<(Incarnation, Version)>, StoreFailure> {
+        let (objects, _) = self.list(stop)?;
+        Ok(objects.keys().filter_map(Object::as_version).collect())
     }
 
     /// An object whose bytes must have the hash in its name.

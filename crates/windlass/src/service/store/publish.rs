@@ -161,6 +161,7 @@ impl Publisher {
             chain: Uploaded::default(),
             uploading: None,
             kept: Vec::new(),
+            unread: BTreeSet::new(),
             seen: None,
             hard: hard.clone(),
             owed: Instant::now(),
@@ -231,8 +232,9 @@ struct Task {
     model: Option<StoredModel>,
     chain: Uploaded,
     uploading: Option<Uploading>,
-    /// The versions that are there, oldest first.
+    /// The versions that are there, oldest first; and those of them that could not be read.
     kept: Vec<Kept>,
+    unread: BTreeSet<Object>,
     /// Until when the bytes that were uploaded use up the bandwidth.
     owed: Instant,
 }
@@ -350,7 +352,9 @@ impl Task {
             if theirs == ours {
                 let version = head.identity.version;
                 chain.published = Some(version);
-                match found(&model, ours, version, stop) {
+                let read = || found(&model, ours, version, stop);
+                // What is damaged on the way is right when it is read again.
+                match read().or_else(|e| if is_damage(e.kind) { read() } else { Err(e) }) {
                     Ok((index, anchor)) => {
                         chain.tip = Some((version, index.digest));
                         chain.manifest = Some(index.manifest);
@@ -365,7 +369,7 @@ impl Task {
                 }
             }
         }
-        self.kept = kept(&model, &is_damage, stop)?;
+        (self.kept, self.unread) = kept(&model, &is_damage, stop)?;
         self.note(|f| f.version = chain.published);
         (self.chain, self.model) = (chain, Some(model));
         Ok(())
@@ -674,18 +678,21 @@ impl Task {
 
     /// Removes the versions beyond the limits, and what only they needed.
     fn remove_old(&mut self, stop: &Stop) -> Result<(), PublishError> {
-        let gone = retire(&self.kept, now_ms(), &self.options.keep);
-        if gone == 0 {
+        if retire(&self.kept, now_ms(), &self.options.keep) == 0 {
             return Ok(());
         }
+        // The list may have been an old one when this publisher began, and a read may have failed on the way.
+        let model = self.model()?.clone();
+        add_kept(&model, &mut self.kept, &mut self.unread, &is_damage, stop)?;
+        let gone = retire(&self.kept, now_ms(), &self.options.keep);
         let (out, stay) = self.kept.split_at(gone);
         let under_way = self.under_way();
         let removed: Vec<Object> =
             garbage(out, stay).into_iter().filter(|o| !under_way.contains(o)).collect();
-        let model = self.model()?;
         let names: Vec<String> = removed.iter().map(|o| model.name(o)).collect();
         model.bucket().remove(names.iter().map(String::as_str), stop)?;
         self.note(|f| f.removed += gone as u64);
+        self.unread.retain(|o| !removed.contains(o));
         self.kept.drain(..gone);
         Ok(())
     }
@@ -720,7 +727,7 @@ impl Task {
 }
 
 /// Whether an object is missing or damaged, which trying again does not mend.
-fn is_damage(kind: Kind) -> bool {
+pub(crate) fn is_damage(kind: Kind) -> bool {
     matches!(kind, Kind::Corrupt | Kind::NotFound | Kind::Unsupported)
 }
 
@@ -736,32 +743,57 @@ fn found(
     Ok((index, anchor))
 }
 
-/// All versions of a model, oldest first, with what each needs. Versions whose failure may be passed over are left out.
+/// All versions of a model, oldest first, with what each needs; and those whose index or anchor cannot be read, if such a failure
+/// may be passed over. One that cannot be read counts as one that needs all that it could need.
 pub(crate) fn kept(
     model: &StoredModel,
     passes_over: &dyn Fn(Kind) -> bool,
     stop: &Stop,
-) -> Result<Vec<Kept>, StoreFailure> {
+) -> Result<(Vec<Kept>, BTreeSet<Object>), StoreFailure> {
+    let (mut all, mut unread) = (Vec::new(), BTreeSet::new());
+    add_kept(model, &mut all, &mut unread, passes_over, stop)?;
+    Ok((all, unread))
+}
+
+/// Adds the versions that are there and not among `all`, and reads again those that could not be read.
+fn add_kept(
+    model: &StoredModel,
+    all: &mut Vec<Kept>,
+    unread: &mut BTreeSet<Object>,
+    passes_over: &dyn Fn(Kind) -> bool,
+    stop: &Stop,
+) -> Result<(), StoreFailure> {
     let (objects, _) = model.list(stop)?;
+    let known: BTreeSet<Object> = all.iter().map(|k| k.object).filter(|o| !unread.contains(o)).collect();
     let mut anchors: BTreeMap<Object, AnchorIndex> = BTreeMap::new();
-    let mut all = Vec::new();
-    for object in objects.keys() {
-        let Object::Version { incarnation, version } = *object else { continue };
+    let mut found = Vec::new();
+    for (object, listed) in objects.iter().filter(|(o, _)| !known.contains(o)) {
+        let Some((incarnation, version)) = object.as_version() else { continue };
         let read = model.version(incarnation, version, stop).and_then(|index| {
             let known = anchors.get(&index.anchor_object()).cloned();
             let anchor = known.map_or_else(|| model.anchor(&index, stop), Ok)?;
             Ok((index, anchor))
         });
-        match read {
+        let (unix_ms, needs) = match read {
             Ok((index, anchor)) => {
+                unread.remove(object);
                 let anchor = anchors.entry(index.anchor_object()).or_insert(anchor);
-                all.push(Kept { object: *object, unix_ms: index.unix_ms, needs: index.needs(anchor) });
+                (index.unix_ms, index.needs(anchor))
             }
-            Err(e) if passes_over(e.kind) => tracing::warn!(error = %e, "a version is passed over"),
+            Err(e) if passes_over(e.kind) => {
+                tracing::warn!(error = %e, "a version cannot be read: all that it may need is kept with it");
+                unread.insert(*object);
+                let may_need = objects.iter().filter(|(o, _)| o.may_be_needed_by(incarnation, version));
+                (listed.unix_ms, may_need.map(|(o, l)| (*o, l.bytes)).collect())
+            }
             Err(e) => return Err(e),
-        }
+        };
+        found.push(Kept { object: *object, unix_ms, needs });
     }
-    Ok(all)
+    all.retain(|k| !found.iter().any(|f| f.object == k.object));
+    all.extend(found);
+    all.sort_by_key(|k| k.object);
+    Ok(())
 }
 
 /// The present, in milliseconds since the Unix epoch.

@@ -136,7 +136,7 @@ impl Job<'_> {
         let inputs = [self.args.base.as_path(), self.args.delta.as_path()];
         let sources = self.open_shards(false)?;
         let (dir, files) = if self.layout.is_directory() {
-            let dir = OutDir::create(output, &self.args.base, &inputs)?;
+            let dir = OutDir::create(output, Some(&self.args.base), &inputs)?;
             let files = self.create_shards(dir.path(), &sources)?;
             (Some(dir), files)
         } else {

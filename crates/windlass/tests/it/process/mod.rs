@@ -96,6 +96,10 @@ impl Process {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
+    pub fn has_ended(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_some()
+    }
+
     /// The exit code; fails if it takes longer.
     pub fn ends_within(&mut self, most: Duration) -> i32 {
         let until = Instant::now() + most;

@@ -20,7 +20,7 @@
 //! | `trainer` | the trainer's process, and what its weights are |
 //! | `dice` | random numbers by a seed |
 
-mod dice;
+pub(crate) mod dice;
 mod judge;
 mod network;
 mod service;

@@ -55,7 +55,10 @@ impl Moto {
             && answer.split(' ').nth(1) == Some("200")
     }
 
-    fn command<S: AsRef<std::ffi::OsStr>>(port: u16, args: impl IntoIterator<Item = S>) -> Process {
+    pub(super) fn command<S: AsRef<std::ffi::OsStr>>(
+        port: u16,
+        args: impl IntoIterator<Item = S>,
+    ) -> Process {
         let mut command = Command::new(env!("CARGO_BIN_EXE_windlass"));
         command.args(args).arg("--json").env_remove("WINDLASS_TOKEN");
         command.env("AWS_ENDPOINT_URL", format!("http://127.0.0.1:{port}"));

@@ -6,30 +6,27 @@
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
-use std::sync::Arc;
 use std::time::Duration;
 
 use serde_json::json;
-use windlass_core::address::StoreUrl;
 use windlass_core::store::Object;
-use windlass_data::tls::Trust;
 
+use super::{Place, told};
 use crate::console::{Session, bytes};
 use crate::error::Error;
-use crate::service::store::bucket::{Bucket, Listed, StoreFailure};
+use crate::service::store::bucket::Listed;
 use crate::service::store::model::StoredModel;
 use crate::service::store::publish::{kept, now_ms};
 
 /// The checked arguments of `gc` with a URL.
 #[derive(Debug)]
 pub(crate) struct Orphans {
-    pub(crate) url: StoreUrl,
+    pub(crate) place: Place,
     /// Say what would go, and leave it.
     pub(crate) dry_run: bool,
     pub(crate) yes: bool,
     /// How long ago an orphan was written at the least.
     pub(crate) age: Duration,
-    pub(crate) trust: Option<Trust>,
 }
 
 impl Orphans {
@@ -37,17 +34,16 @@ impl Orphans {
     pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         if !self.yes && !self.dry_run {
             let how = "give --yes to remove what --dry-run lists";
-            return Err(Error::Usage(format!("nothing was removed from {}: {how}", self.url)));
+            return Err(Error::Usage(format!("nothing was removed from {}: {how}", self.place.url)));
         }
-        let told = |e: StoreFailure| Error::of_module(e.kind, "", e);
         let stop = session.cancel();
-        let bucket = Bucket::open(&self.url, self.trust.as_ref(), false).map(Arc::new).map_err(told)?;
+        let bucket = self.place.open()?;
         let (mut removed, mut freed, mut strange) = (Vec::new(), 0, 0);
         for model in StoredModel::find(&bucket, stop).map_err(told)? {
             // Listed before the indexes are read: what is written in between is not in the list.
             let (objects, others) = model.list(stop).map_err(told)?;
             strange += others.len();
-            let versions = kept(&model, &|_| false, stop).map_err(told)?;
+            let (versions, _) = kept(&model, &|_| false, stop).map_err(told)?;
             let needed: BTreeSet<&Object> = versions.iter().flat_map(|v| v.needs.keys()).collect();
             let old = |l: &Listed| now_ms().saturating_sub(l.unix_ms) >= self.age.as_millis() as u64;
             let orphan = |(object, listed): &(&Object, &Listed)| match object {
@@ -66,7 +62,7 @@ impl Orphans {
             removed.extend(orphans.into_iter().map(|l| (l.name.clone(), l.bytes)));
         }
         let object = json!({
-            "url": self.url.as_str(),
+            "url": self.place.url.as_str(),
             "dry_run": self.dry_run,
             "freed_bytes": freed,
             "removed": removed.iter().map(|(name, bytes)| json!({ "object": name, "bytes": bytes })).collect::<Vec<_>>(),
@@ -81,7 +77,7 @@ impl Orphans {
                 out,
                 "{} orphans {be}removed from {}, {} {be}freed",
                 removed.len(),
-                self.url,
+                self.place.url,
                 bytes(freed)
             );
             if strange > 0 {

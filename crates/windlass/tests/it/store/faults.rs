@@ -1,0 +1,312 @@
+//! A publisher and followers whose requests to a real S3 server fail in every way, by one seed.
+//!
+//! A proxy for each side refuses requests as a busy store does, answers that credentials have expired, loses requests and
+//! answers, cuts and flips bodies, answers with old lists, and kills the process that asks. Every version that a follower
+//! shows must have the digest that the trainer's agent has sealed; nothing else may end a process; and at the end the store
+//! must be whole. `WINDLASS_SEED` repeats the draws of a run, `WINDLASS_STORE_FAULTS` says how many faults.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{Read as _, Write as _};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::server::Moto;
+use super::{home, shown, trainer};
+use crate::process::{Agent, PATIENCE, Process};
+use crate::soak::dice::Dice;
+
+/// How long a version may take to a follower while much fails and pauses grow.
+const ARRIVAL: Duration = Duration::from_secs(120);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Fault {
+    /// 503, as for a client that asks too often.
+    Busy,
+    /// 500.
+    Internal,
+    /// 403, as for credentials that have expired.
+    Expired,
+    /// The connection ends before the store has the request.
+    LostRequest,
+    /// The store has done what was asked, and its answer is lost.
+    LostAnswer,
+    /// Half of the body.
+    Cut,
+    /// A bit of the body of an object.
+    Flipped,
+    /// The list of some time ago.
+    OldList,
+    /// The process that asks is killed.
+    Killed,
+}
+
+use Fault::{Busy, Cut, Expired, Flipped, Internal, Killed, LostAnswer, LostRequest, OldList};
+
+const FAULTS: [Fault; 8] = [Busy, Internal, Expired, LostRequest, LostAnswer, Cut, Flipped, OldList];
+
+struct State {
+    dice: Dice,
+    /// How many requests of a thousand fail.
+    rate: u64,
+    counts: BTreeMap<Fault, u64>,
+    /// After how many requests which process is killed.
+    kill: Option<(u64, u32)>,
+    /// The processes that were.
+    killed: BTreeSet<u32>,
+    /// Requests wait.
+    held: bool,
+    /// The last answer to each request for a list.
+    lists: BTreeMap<String, Vec<u8>>,
+}
+
+/// Between one side and the server.
+struct Bad {
+    port: u16,
+    shared: Arc<(Mutex<State>, Condvar)>,
+}
+
+impl Bad {
+    fn start(to: u16, seed: u64, side: u64) -> Bad {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (dice, rate, counts) = (Dice::new(seed, side), 0, BTreeMap::new());
+        let state = State {
+            dice,
+            rate,
+            counts,
+            kill: None,
+            killed: BTreeSet::new(),
+            held: false,
+            lists: BTreeMap::new(),
+        };
+        let shared = Arc::new((Mutex::new(state), Condvar::new()));
+        let all = Arc::clone(&shared);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().map_while(Result::ok) {
+                let shared = Arc::clone(&all);
+                std::thread::spawn(move || pass(stream, to, &shared));
+            }
+        });
+        Bad { port, shared }
+    }
+
+    fn change(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.shared.0.lock());
+        self.shared.1.notify_all();
+    }
+
+    fn counts(&self) -> BTreeMap<Fault, u64> {
+        self.shared.0.lock().counts.clone()
+    }
+
+    /// Whether it has killed a process.
+    fn has_killed(&self, pid: u32) -> bool {
+        self.shared.0.lock().killed.contains(&pid)
+    }
+}
+
+/// One request and its answer.
+fn pass(mut from: TcpStream, port: u16, shared: &(Mutex<State>, Condvar)) -> Option<()> {
+    let (mut head, mut byte) = (Vec::new(), [0]);
+    while !head.ends_with(b"\r\n\r\n") {
+        from.read_exact(&mut byte).ok()?;
+        head.push(byte[0]);
+    }
+    let text = String::from_utf8_lossy(&head).into_owned();
+    let line = text.lines().next().unwrap_or_default().to_owned();
+    let length =
+        text.lines().find_map(|l| l.to_lowercase().strip_prefix("content-length: ")?.trim().parse().ok());
+    let mut body = vec![0; length.unwrap_or(0)];
+    from.read_exact(&mut body).ok()?;
+    let is_list = line.starts_with("GET") && line.contains("list-type");
+    let (state, turned) = shared;
+    let fault = {
+        let mut state = state.lock();
+        while state.held {
+            turned.wait(&mut state);
+        }
+        if let Some((left, pid)) = &mut state.kill {
+            *left = left.saturating_sub(1);
+            if *left == 0 {
+                let pid = *pid;
+                state.killed.insert(pid);
+                // It may have ended by itself, which the test finds out.
+                let _ = kill_process(Pid::from_raw(i32::try_from(pid).unwrap()).unwrap(), Signal::KILL);
+                state.kill = None;
+                *state.counts.entry(Killed).or_insert(0) += 1;
+                return None;
+            }
+        }
+        let rate = state.rate;
+        let fault = (state.dice.below(1000) < rate).then(|| *state.dice.pick(&FAULTS));
+        // What has no body cannot be cut.
+        fault
+            .filter(|f| line.starts_with("GET") || !matches!(f, Cut | Flipped | OldList))
+            .filter(|f| *f != OldList || is_list)
+    };
+    let hit = |fault: Fault| *state.lock().counts.entry(fault).or_insert(0) += 1;
+    let refuse = |status: &str, code: &str| {
+        let body = format!("<Error><Code>{code}</Code><Message>{code}</Message></Error>");
+        format!("HTTP/1.1 {status}\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{body}", body.len())
+    };
+    let refusal = match fault {
+        Some(Busy) => Some(refuse("503 Slow Down", "SlowDown")),
+        Some(Internal) => Some(refuse("500 Internal Server Error", "InternalError")),
+        Some(Expired) => Some(refuse("403 Forbidden", "ExpiredToken")),
+        Some(LostRequest) => Some(String::new()),
+        _ => None,
+    };
+    if let (Some(answer), Some(fault)) = (refusal, fault) {
+        hit(fault);
+        return from.write_all(answer.as_bytes()).ok();
+    }
+    let mut to = TcpStream::connect(("127.0.0.1", port)).ok()?;
+    let kept = text.lines().filter(|l| !l.to_lowercase().starts_with("connection:") && !l.is_empty());
+    let head: String = kept.flat_map(|l| [l, "\r\n"]).collect();
+    to.write_all(format!("{head}connection: close\r\n\r\n").as_bytes()).ok()?;
+    to.write_all(&body).ok()?;
+    let mut answer = Vec::new();
+    to.read_to_end(&mut answer).ok()?;
+    let old = if is_list { state.lock().lists.insert(line, answer.clone()) } else { None };
+    let start = answer.windows(4).position(|w| w == b"\r\n\r\n").map_or(answer.len(), |at| at + 4);
+    let is_object = answer.starts_with(b"HTTP/1.1 20") && start < answer.len();
+    match fault {
+        Some(LostAnswer) => {
+            hit(LostAnswer);
+            let _ = from.shutdown(Shutdown::Both);
+            return None;
+        }
+        Some(Cut) if is_object => {
+            hit(Cut);
+            answer.truncate(start + (answer.len() - start) / 2);
+        }
+        Some(Flipped) if is_object => {
+            hit(Flipped);
+            let mut state = state.lock();
+            let at = start + state.dice.below((answer.len() - start) as u64) as usize;
+            answer[at] ^= 1 << state.dice.below(8);
+        }
+        Some(OldList) => {
+            if let Some(old) = old.filter(|old| *old != answer) {
+                hit(OldList);
+                answer = old;
+            }
+        }
+        _ => {}
+    }
+    from.write_all(&answer).ok()
+}
+
+/// A service in all its lives.
+struct Lives {
+    process: Process,
+    /// Whether this life has shown a version.
+    proven: bool,
+}
+
+#[test]
+fn no_fault_of_a_store_shows_a_wrong_version_or_ends_a_service() {
+    let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
+    let seed = number("WINDLASS_SEED").unwrap_or_else(|| std::process::id().into());
+    let faults = number("WINDLASS_STORE_FAULTS").unwrap_or(40);
+    println!("seed {seed}");
+    let (home, url) = (home(), "s3://bucket/run");
+    let moto = Moto::start(home.path());
+    let (up, down) = (Bad::start(moto.port, seed, 1), Bad::start(moto.port, seed, 2));
+    let mut trainer = trainer(&home.path().join("region"));
+    let start_agent = || -> Agent {
+        let flags = ["--store-part-bytes=5Mi", "--store-anchor-every=5", "--store-keep=12"].map(String::from);
+        let own = [
+            "agent".into(),
+            format!("--region={}", home.path().join("region").display()),
+            format!("--store={url}"),
+        ];
+        Agent::of(Moto::command(up.port, own.into_iter().chain(flags)))
+    };
+    let dir = home.path().join("image");
+    std::fs::create_dir(&dir).unwrap();
+    let follow = || {
+        let args = ["receive".into(), format!("--from={url}"), format!("--dir={}", dir.display())];
+        Lives { process: Moto::command(down.port, args), proven: false }
+    };
+    let mut agent = start_agent();
+    let (mut version, mut digests) = (0, BTreeMap::new());
+    let mut follower: Option<Lives> = None;
+    let mut dice = Dice::new(seed, 3);
+    let total = || up.counts().values().chain(down.counts().values()).sum::<u64>();
+    loop {
+        let last = total() >= faults;
+        version += 1;
+        up.change(|s| (s.held, s.kill) = (true, None));
+        if up.has_killed(agent.process.pid()) {
+            agent.process.ends_within(PATIENCE);
+            agent = start_agent();
+        }
+        trainer.publish(version);
+        digests.insert(u64::from(version), agent.sealed(version.into())["digest"].clone());
+        let rate = if last { 0 } else { 250 };
+        down.change(|s| s.rate = rate);
+        let (when, pid) = (1 + dice.below(12), agent.process.pid());
+        let kill = (!last && version > 1 && dice.below(3) == 0).then_some((when, pid));
+        up.change(|s| (s.rate, s.kill, s.held) = (rate, kill, false));
+        if let Some(lives) = follower.as_ref().filter(|_| !last && dice.below(4) == 0) {
+            let kill = Some((1 + dice.below(8), lives.process.pid()));
+            down.change(|s| s.kill = kill);
+        }
+        let (until, mut said) = (Instant::now() + ARRIVAL, Vec::new());
+        loop {
+            assert!(
+                Instant::now() < until,
+                "seed {seed}: version {version} has not come; the follower said {:?}, the agent {:?}",
+                &said[said.len().saturating_sub(4)..],
+                agent.get("/status").json()
+            );
+            if agent.process.has_ended() {
+                assert!(up.has_killed(agent.process.pid()), "seed {seed}: the agent ended by itself");
+                agent = start_agent();
+            }
+            let lives = follower.get_or_insert_with(follow);
+            let Some(line) = lives.process.line_within(Duration::from_millis(20)) else {
+                if lives.process.has_ended() {
+                    // One that has never got through may say so and end.
+                    let killed = down.has_killed(lives.process.pid());
+                    assert!(killed || !lives.proven, "seed {seed}: the follower ended by itself");
+                    follower = None;
+                }
+                continue;
+            };
+            // One that was killed after a version was whole finds it.
+            let there = line["event"] == "synced" || line["event"] == "found";
+            said.push(line.to_string());
+            if there {
+                lives.proven = true;
+                let image = &line["image"];
+                let shown = image["identity"]["version"].as_u64().unwrap();
+                assert_eq!(Some(&image["digest"]), digests.get(&shown), "seed {seed}: {line}");
+                if shown == u64::from(version) {
+                    break;
+                }
+            }
+        }
+        down.change(|s| s.kill = None);
+        if last {
+            break;
+        }
+    }
+    let counts = (up.counts(), down.counts());
+    println!("{} faults over {version} versions: publisher {:?}, follower {:?}", total(), counts.0, counts.1);
+    // What is left is whole, for somebody who has never been disturbed.
+    let mut verify = Moto::command(moto.port, ["store", "verify", url]);
+    let line = verify.rest().pop().unwrap();
+    assert_eq!(
+        (verify.ends_within(PATIENCE), line["damaged"].as_array().map(Vec::len)),
+        (0, Some(0)),
+        "{line}"
+    );
+    let late = moto.receive(url, &home.path().join("late"));
+    assert_eq!(Some(&shown(&late, version.into())["image"]["digest"]), digests.get(&u64::from(version)));
+}

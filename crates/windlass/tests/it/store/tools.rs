@@ -1,0 +1,240 @@
+//! `windlass store` on what real agents have uploaded.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::Value;
+
+use super::server::Moto;
+use super::{agent, home, objects, receive, shown, stored, trainer, trainer_of};
+use crate::process::{PATIENCE, Process};
+
+/// Runs a command to its end: its exit code and its object.
+fn run(args: &[&str]) -> (i32, Value) {
+    end(Process::start(args))
+}
+
+fn end(mut process: Process) -> (i32, Value) {
+    let lines = process.rest();
+    (process.ends_within(PATIENCE), lines.last().cloned().unwrap())
+}
+
+fn digest_of(dir: &Path) -> String {
+    let (code, line) = run(&["verify", dir.to_str().unwrap()]);
+    assert_eq!(code, 0, "{line}");
+    line["state_digest"].as_str().unwrap().to_owned()
+}
+
+/// The names of damaged objects, and the versions that cannot be had.
+fn damage(line: &Value) -> (Vec<String>, Vec<u64>) {
+    let text = |v: &Value| v["object"].as_str().unwrap().to_owned();
+    let damaged = line["damaged"].as_array().unwrap().iter().map(text).collect();
+    let lost = line["lost"].as_array().unwrap().iter().map(|v| v["version"].as_u64().unwrap()).collect();
+    (damaged, lost)
+}
+
+fn flip(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+fn delta_to(dir: &Path, version: u64) -> PathBuf {
+    objects(dir, &format!("-{version:020}-"))
+        .into_iter()
+        .find(|p| p.extension().is_some_and(|e| e == "wdelta"))
+        .unwrap()
+}
+
+#[test]
+fn a_store_is_listed_verified_and_any_version_of_it_got() {
+    let home = home();
+    let url = format!("file://{}/run", home.path().display());
+    let mut trainer = trainer(&home.path().join("region"));
+    let agent = agent(&trainer.region, &url, &["--store-anchor-every=3"]);
+    let digests: Vec<String> = (1..7).map(|version| stored(&mut trainer, &agent, version)).collect();
+    let (code, line) = run(&["store", "ls", &url, "--top=4"]);
+    let model = &line["models"][0];
+    assert_eq!(
+        (code, &model["model_id"], model["versions"].as_u64()),
+        (0, &"policy".into(), Some(6)),
+        "{line}"
+    );
+    let newest = model["newest"].as_array().unwrap();
+    assert_eq!((newest.len(), &newest[0]["digest"]), (4, &digests[5].as_str().into()), "{line}");
+    let (code, line) = run(&["store", "show", &url, "--version=4"]);
+    assert_eq!((code, &line["digest"]), (0, &digests[3].as_str().into()), "{line}");
+    for object in line["objects"].as_array().unwrap() {
+        let file = home.path().join("run").join(object["object"].as_str().unwrap());
+        assert_eq!(fs::metadata(&file).unwrap().len(), object["bytes"].as_u64().unwrap(), "{object}");
+    }
+    let (code, line) = run(&["store", "verify", &url]);
+    assert_eq!((code, damage(&line), line["versions"].as_u64()), (0, (vec![], vec![]), Some(6)), "{line}");
+    // The configuration is copied, weights of the model's directory are not.
+    let model_dir = home.path().join("base");
+    fs::create_dir(&model_dir).unwrap();
+    fs::write(model_dir.join("config.json"), "{}").unwrap();
+    fs::write(model_dir.join("model.safetensors"), "old").unwrap();
+    let config = format!("--model-dir={}", model_dir.display());
+    for version in [1, 3, 6] {
+        let out = home.path().join(format!("v{version}"));
+        let (pick, place) = (format!("--version={version}"), format!("--output={}", out.display()));
+        let (code, line) = run(&["store", "get", &url, &pick, &place, &config]);
+        assert_eq!((code, &line["digest"]), (0, &digests[version - 1].as_str().into()), "{line}");
+        assert_eq!(digest_of(&out), digests[version - 1]);
+        let mut names: Vec<_> = fs::read_dir(&out).unwrap().map(|e| e.unwrap().file_name()).collect();
+        names.sort();
+        assert_eq!(names, ["config.json", "model.safetensors"]);
+        // What is there is not replaced.
+        let (code, line) = run(&["store", "get", &url, &place]);
+        assert!(code == 2 && line.to_string().contains("a new directory"), "{line}");
+        assert_eq!(digest_of(&out), digests[version - 1]);
+    }
+    let gone = home.path().join("gone");
+    let (code, line) = run(&["store", "get", &url, "--version=9", &format!("--output={}", gone.display())]);
+    assert!(code != 0 && line.to_string().contains("no such version") && !gone.exists(), "{line}");
+}
+
+#[test]
+fn verify_names_what_is_damaged_and_the_versions_that_it_costs() {
+    let home = home();
+    let url = format!("file://{}/run", home.path().display());
+    let mut trainer = trainer(&home.path().join("region"));
+    let agent = agent(&trainer.region, &url, &[]);
+    let digests: Vec<String> = (1..5).map(|version| stored(&mut trainer, &agent, version)).collect();
+    drop(agent);
+    let name = |path: &Path| path.strip_prefix(home.path().join("run")).unwrap().to_str().unwrap().to_owned();
+    let delta = delta_to(home.path(), 3);
+    flip(&delta);
+    let (code, line) = run(&["store", "verify", &url]);
+    assert_eq!((code, damage(&line)), (1, (vec![name(&delta)], vec![3, 4])), "{line}");
+    let (code, line) = run(&["store", "verify", &url, "--version=2"]);
+    assert_eq!((code, damage(&line)), (0, (vec![], vec![])), "{line}");
+    let out = home.path().join("out");
+    let place = format!("--output={}", out.display());
+    let (code, line) = run(&["store", "get", &url, "--version=4", &place]);
+    assert!(code == 5 && line.to_string().contains(&name(&delta)), "{code} {line}");
+    assert!(!out.exists() && objects(home.path(), ".windlass-tmp").is_empty(), "nothing is left");
+    let (code, line) = run(&["store", "get", &url, "--version=2", &place]);
+    assert_eq!((code, digest_of(&out)), (0, digests[1].clone()), "{line}");
+    flip(&delta);
+    // A part of the anchor, and an index.
+    let part = objects(home.path(), "/000001-").remove(0);
+    fs::remove_file(&part).unwrap();
+    let index = objects(home.path(), "/versions/").pop().unwrap();
+    fs::write(&index, "{").unwrap();
+    let (code, line) = run(&["store", "verify", &url]);
+    assert_eq!((code, damage(&line)), (1, (vec![name(&part), name(&index)], vec![4, 1, 2, 3])), "{line}");
+    let (code, line) = run(&["store", "ls", &url]);
+    assert!(
+        code == 0 && line["models"][0]["newest"][0]["error"].as_str().unwrap().contains("versions/"),
+        "{line}"
+    );
+    let (code, line) = run(&["store", "prune", &url, "--keep=1", "--yes"]);
+    assert!(code != 0 && line.to_string().contains(&name(&index)), "nothing is removed: {line}");
+}
+
+#[test]
+fn prune_removes_the_oldest_versions_while_a_publisher_and_a_follower_run() {
+    let home = home();
+    let url = format!("file://{}/run", home.path().display());
+    let mut trainer = trainer(&home.path().join("region"));
+    let agent = agent(&trainer.region, &url, &["--store-anchor-every=3"]);
+    for version in 1..8 {
+        stored(&mut trainer, &agent, version);
+    }
+    let follower = receive(&url, &home.path().join("image"), &[]);
+    shown(&follower, 7);
+    let before = objects(&home.path().join("run"), "");
+    let (code, line) = run(&["store", "prune", &url, "--yes"]);
+    assert!(code == 2 && line.to_string().contains("say what stays"), "{line}");
+    let (code, line) = run(&["store", "prune", &url, "--keep=2"]);
+    assert!(code == 2 && line.to_string().contains("--yes"), "{line}");
+    let (code, dry) = run(&["store", "prune", &url, "--keep=2", "--dry-run"]);
+    assert_eq!((code, dry["versions"].as_array().unwrap().len()), (0, 5), "{dry}");
+    assert_eq!(objects(&home.path().join("run"), ""), before);
+    let (code, done) = run(&["store", "prune", &url, "--keep=2", "--yes"]);
+    assert_eq!(
+        (code, &done["versions"], &done["freed_bytes"]),
+        (0, &dry["versions"], &dry["freed_bytes"]),
+        "{done}"
+    );
+    assert_eq!(
+        before.len() - objects(&home.path().join("run"), "").len(),
+        done["objects"].as_u64().unwrap() as usize
+    );
+    assert_eq!(done["left"], 2, "{done}");
+    let digest = stored(&mut trainer, &agent, 8);
+    assert_eq!(shown(&follower, 8)["image"]["digest"], digest.as_str());
+    let (code, line) = run(&["store", "verify", &url]);
+    assert_eq!((code, damage(&line), line["versions"].as_u64()), (0, (vec![], vec![]), Some(3)), "{line}");
+    let late = receive(&url, &home.path().join("late"), &["--version=6"]);
+    shown(&late, 6);
+}
+
+#[test]
+fn runs_of_a_trainer_and_models_of_a_store_are_told_apart() {
+    let home = home();
+    let moto = Moto::start(home.path());
+    let url = "s3://bucket/run";
+    let store = |args: &[&str]| end(Moto::command(moto.port, ["store"].iter().chain(args)));
+    let mut first = trainer(&home.path().join("first"));
+    let one = moto.agent(&first.region, url);
+    let old = stored(&mut first, &one, 1);
+    drop(one);
+    drop(first);
+    // Another seed, so that its first version is another one.
+    let mut second = trainer_of(&home.path().join("second"), "policy", &["--seed=7"]);
+    let two = moto.agent(&second.region, url);
+    let new = stored(&mut second, &two, 1);
+    let newest = stored(&mut second, &two, 2);
+    let mut other = trainer_of(&home.path().join("other"), "critic", &[]);
+    let three = moto.agent(&other.region, url);
+    let critic = stored(&mut other, &three, 1);
+    let (code, line) = store(&["ls", url]);
+    let models: Vec<(&str, u64, u64)> = line["models"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|m| {
+            (
+                m["model_id"].as_str().unwrap(),
+                m["incarnations"].as_u64().unwrap(),
+                m["versions"].as_u64().unwrap(),
+            )
+        })
+        .collect();
+    assert_eq!((code, models), (0, vec![("critic", 1, 1), ("policy", 2, 3)]), "{line}");
+    let (code, said) = store(&["show", url]);
+    assert!(code == 2 && said.to_string().contains("critic, policy"), "{said}");
+    let run = line["models"][1]["newest"][2]["identity"]["incarnation"].as_u64().unwrap();
+    let run = format!("--incarnation={run:x}");
+    let policy = "s3://bucket/run/policy";
+    for (pick, digest) in [
+        (vec![], &newest),
+        (vec!["--version=1"], &new),
+        (vec!["--version=1", &run], &old),
+        (vec![run.as_str()], &old),
+    ] {
+        let (code, line) = store(&[&["show", policy], &pick[..]].concat());
+        assert_eq!((code, &line["digest"]), (0, &digest.as_str().into()), "{pick:?} {line}");
+    }
+    let out = home.path().join("out");
+    let place = format!("--output={}", out.display());
+    let (code, line) = store(&["get", policy, "--version=1", &run, &place]);
+    assert_eq!((code, digest_of(&out)), (0, old), "{line}");
+    let (code, line) = store(&["show", "s3://bucket/run/critic"]);
+    assert_eq!((code, &line["digest"]), (0, &critic.as_str().into()), "{line}");
+    let (code, line) = store(&["verify", url]);
+    assert_eq!((code, damage(&line), line["versions"].as_u64()), (0, (vec![], vec![]), Some(4)), "{line}");
+    // Each model is pruned by itself.
+    let (code, line) = store(&["prune", url, "--keep=1", "--yes"]);
+    assert_eq!(
+        (code, line["versions"].as_array().unwrap().len(), line["left"].as_u64()),
+        (0, 2, Some(2)),
+        "{line}"
+    );
+    let (code, line) = store(&["ls", "s3://bucket/nothing"]);
+    assert!(code == 3 && line.to_string().contains("no version of any model"), "{code} {line}");
+}
