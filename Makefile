@@ -26,10 +26,10 @@ READY := .venv/ready
 COMPILED := target/torch-extensions/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
-PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py
+PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py scripts/docs_site.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo build test check test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc
+.PHONY: help demo build test check test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
 .PHONY: clean crates fuzz-smoke
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
@@ -161,12 +161,29 @@ doc: ## build the API documentation
 	$(CARGO) doc --workspace --no-deps --locked
 	@echo "open target/doc/windlass_core/index.html"
 
+# Not quiet: mkdocs does not count the warnings that it does not show. The variable silences a notice of the theme.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: .venv-docs/ready ## the documentation site, in target/site; warnings are errors (DOCS_REPOSITORY=url, DOCS_REF=v0.1.0)
+	.venv-docs/bin/python scripts/docs_site.py --self-test
+	.venv-docs/bin/mkdocs build --strict
+	@echo "open target/site/index.html; to search, serve it: python3 -m http.server -d target/site"
+
 venv: $(READY) ## the Python environment .venv, from the pinned requirements
 
 .venv/ready: requirements/dev.txt requirements/torch.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --require-hashes -r requirements/dev.txt
 	.venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv/bin/python $^
+	touch $@
+
+# Needs no .venv, so that pages can be written without torch; takes its uv, which is faster, if there is one.
+.venv-docs/ready: requirements/docs.txt
+	if test -e .venv/ready; then \
+	    .venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-docs; \
+	    .venv/bin/uv pip sync --quiet --require-hashes --python .venv-docs/bin/python $<; \
+	else \
+	    $(PYTHON) -m venv --clear .venv-docs; \
+	    .venv-docs/bin/python -m pip install --quiet --require-hashes -r $<; fi
 	touch $@
 
 # DeepSpeed compiles a part of itself at its first use, which takes longer on a busy machine than tests wait. A lock is of a
@@ -214,7 +231,7 @@ stubs: $(READY) ## write python/windlass/_windlass.pyi anew
 	$(PY) scripts/stubs.py
 
 requirements: ## pin the newest versions that requirements/*.in allow (needs uv: PY=... or a .venv)
-	for group in dev torch; do \
+	for group in dev torch docs; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
 	$(PY) -m uv pip compile --quiet --upgrade --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
@@ -225,5 +242,5 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .tools python/windlass-*.dist-info
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-docs .tools python/windlass-*.dist-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
