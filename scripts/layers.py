@@ -69,7 +69,7 @@ ROOMS = {
     },
 }
 # The same for the Python package. `_windlass` is the extension, `__init__` the names that users import.
-BELOW = ["_windlass", "_lazy", "atomic", "errors", "identity", "plain", "names", "dtypes", "document", "config", "http", "exchange"]
+BELOW = ["_windlass", "_lazy", "atomic", "errors", "identity", "plain", "names", "dtypes", "document", "config", "http", "exchange", "trace"]
 PYTHON = "python/windlass"
 PYTHON_ROOMS = {
     "_windlass": [],
@@ -78,6 +78,7 @@ PYTHON_ROOMS = {
     "_moved": [],
     "errors": ["_windlass"],
     "identity": [],
+    "trace": ["identity"],
     "plain": ["errors"],
     "names": ["_windlass", "_lazy", "errors"],
     "dtypes": ["_windlass", "errors", "names"],

@@ -56,6 +56,7 @@ from windlass.errors import (
     WindlassTimeout,
     WindlassUnsupported,
 )
+from windlass.identity import Identity
 from windlass.load.device import Arriving, DeviceWeights, device_weights
 from windlass.load.fit import check_changed, check_missing, check_reads, listed
 from windlass.load.layout_plan import LayoutPlan, place, reasons, summary
@@ -68,6 +69,7 @@ from windlass.load.take import Pause, take
 from windlass.load.trace import trace
 from windlass.receive.reading import Selection
 from windlass.receive.receiver import Tensors
+from windlass.trace import record
 
 if TYPE_CHECKING:
     from windlass.receive.receiver import Receiver
@@ -175,7 +177,7 @@ class Live:
                 raise
             raise WindlassInvalid(f"version {order.version} cannot be loaded: {type(e).__name__}: {e}") from e
         self._write_report(order)
-        return report
+        return _traced(report)
 
     def check(self, order: LoadOrder) -> Report:
         """Whether an order could be carried out now: raises what :meth:`load` would raise before the first write. An order
@@ -330,7 +332,7 @@ class Live:
     def load_fetched(self, fetched: FetchedDelta, timeout: float = 60.0) -> Report:
         """Applies what :meth:`stage_fetched` has brought, of which each record is checked. Raises before the first write
         only; if the report says ``dirty``, load from the image, whole."""
-        return self._load_staged(_version_of(fetched), fetched.digest, timeout)
+        return _traced(self._load_staged(_version_of(fetched), fetched.digest, timeout))
 
     def _check_staged(self, target: LiveVersion) -> tuple[DeviceWeights, LiveVersion]:
         """What is staged for a version, and the one that the weights are. Invalid or stale if it cannot be applied."""
@@ -903,6 +905,15 @@ def _let_go(held: Held) -> None:
 
 def _left(until: float) -> float:
     return max(1.0, until - time.monotonic())
+
+
+def _traced(report: Report) -> Report:
+    """A load that went well is a span of its version."""
+    live, last = report.live, report.last
+    if report.state == "clean" and live is not None and last is not None and last.how != "skipped":
+        said = {"windlass.how": last.how, "windlass.bytes": last.bytes, "windlass.rank": report.rank}
+        record("windlass.load", Identity(**live.to_dict()), last.ms / 1e3, said)
+    return report
 
 
 def _since(began: float) -> float:

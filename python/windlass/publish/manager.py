@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from windlass import trace
 from windlass._windlass import Layout, Publisher
 from windlass.config import WeightManagerConfig
 from windlass.controller import Notified, Served
@@ -666,7 +667,13 @@ class WeightManager:
             # Without waiting for it: a version that is not sealed yet is noted by the call that waits for it.
             with contextlib.suppress(WindlassError):
                 self._same.note(base, publisher.wait_sealed(base, 0.0))
-        done = opened.publish(given, stream, version, base, start, until)
+        identity = Identity(self.config.model_id, int(publisher.incarnation, 16), version)
+        try:
+            done = opened.publish(given, stream, version, base, start, until)
+        except BaseException as e:
+            trace.record("windlass.publish", identity, time.monotonic() - start, {}, e)
+            raise
+        trace.record("windlass.publish", identity, time.monotonic() - start, done.attributes())
         self._announcer.offloaded(version, start, time.monotonic(), done.bytes)
         self._check_agent()
         return done

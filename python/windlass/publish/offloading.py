@@ -72,6 +72,13 @@ class Offloaded:
         """
         return numbers(prefix, self, ("version", "bytes", "wait_ms", "copy_ms", "commit_ms"))
 
+    def attributes(self) -> dict[str, str | float]:
+        """What the span of the version says of it (:mod:`windlass.trace`)."""
+        phases = {
+            f"windlass.{phase}_s": getattr(self, f"{phase}_ms") / 1e3 for phase in ("wait", "copy", "commit")
+        }
+        return {"windlass.bytes": self.bytes, "windlass.mode": self.mode, **phases}
+
 
 @dataclass
 class Opened:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from windlass import _windlass
+from windlass import _windlass, trace
 from windlass.config import Known, TransferStatus
 from windlass.errors import (
     WindlassCancelled,
@@ -98,6 +98,16 @@ class Synced:
         known = {name.name for name in fields(cls)}
         own = {name: value for name, value in said.items() if name in known}
         return cls(image=None if image is None else Known.from_dict(image), **own)
+
+    def _traced(self) -> Synced:
+        if self.image is not None:
+            phases = {
+                f"windlass.{phase}_s": getattr(self, f"{phase}_ms") / 1e3
+                for phase in ("ask", "wire", "open", "apply")
+            }
+            said = {"windlass.mode": self.mode, "windlass.bytes": self.wire_bytes, **phases}
+            trace.record("windlass.receive", self.image.identity, self.total_ms / 1e3, said)
+        return self
 
     def __getitem__(self, name: str) -> Any:
         # It was a dictionary once.
@@ -198,7 +208,7 @@ class Receiver:
 
     def sync(self, timeout: float = 600.0) -> Synced:
         """Brings the image to the newest version, and tells how: mode, bytes, milliseconds of each part."""
-        return Synced.of(self._inner.sync(timeout))
+        return Synced.of(self._inner.sync(timeout))._traced()
 
     def wait_newer(self, timeout: float) -> tuple[int, int] | None:
         """Waits until the publisher has something newer: (incarnation, version), or ``None`` after ``timeout``."""
@@ -257,7 +267,7 @@ class Receiver:
 
     def show(self, fetched: _windlass.FetchedDelta, timeout: float = 600.0) -> Synced:
         """Brings the image to the version of a delta that was fetched, and tells how, as :meth:`sync` does."""
-        return Synced.of(self._inner.show(fetched, timeout))
+        return Synced.of(self._inner.show(fetched, timeout))._traced()
 
     @property
     def version(self) -> int | None:

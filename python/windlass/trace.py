@@ -1,0 +1,77 @@
+"""OpenTelemetry spans of versions, from the trainer's step to the engine's load.
+
+Owns: :func:`record`, which the package calls, and :func:`context`, for spans of a program's own. The trace of a version has an id that
+is computed from its model, incarnation and number, so trainers and engines write into one trace without telling each other. Must not:
+import OpenTelemetry, or do anything in a process that has not.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from windlass.identity import Identity
+
+__all__ = ["context", "record"]
+
+
+def context(identity: Identity) -> Any:
+    """The OpenTelemetry context of a version: a span that is started in it belongs to the version's trace.
+
+    >>> from windlass.identity import Identity                                                # doctest: +SKIP
+    >>> version = Identity("policy", image.incarnation, image.version)                        # doctest: +SKIP
+    >>> with tracer.start_as_current_span("rollout", context=context(version)):               # doctest: +SKIP
+    ...     ...
+    """
+    import hashlib
+
+    from opentelemetry import trace
+
+    ids = hashlib.blake2b(str(identity).encode(), digest_size=24).digest()
+    # Nobody records this span: it is the common parent, which every process can name.
+    parent = trace.SpanContext(
+        trace_id=int.from_bytes(ids[:16], "big") or 1,
+        span_id=int.from_bytes(ids[16:], "big") or 1,
+        is_remote=True,
+        trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
+    )
+    return trace.set_span_in_context(trace.NonRecordingSpan(parent))
+
+
+def record(
+    name: str,
+    identity: Identity,
+    seconds: float,
+    attributes: Mapping[str, str | float],
+    error: BaseException | None = None,
+) -> None:
+    """A span of a version that took ``seconds`` and ends now. Nothing in a process that does not use OpenTelemetry.
+
+    It links to the span that is current, such as a trainer's step or an engine's request.
+    """
+    if "opentelemetry.trace" not in sys.modules:
+        return
+    from opentelemetry import trace
+
+    ended = time.time_ns()
+    current = trace.get_current_span().get_span_context()
+    own = {
+        "windlass.model_id": identity.model_id,
+        # A number of 64 bits does not fit into an attribute's integer.
+        "windlass.incarnation": f"{identity.incarnation:016x}",
+        "windlass.version": identity.version,
+    }
+    span = trace.get_tracer("windlass").start_span(
+        name,
+        context=context(identity),
+        attributes={**own, **attributes},
+        links=[trace.Link(current)] if current.is_valid else [],
+        start_time=ended - int(seconds * 1e9),
+    )
+    if error is not None:
+        span.record_exception(error)
+        span.set_status(trace.Status(trace.StatusCode.ERROR, str(error)))
+    span.end(ended)

@@ -1,0 +1,121 @@
+"""OpenTelemetry spans: the trainer's and the engine's are in the trace of their version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from children import environment
+from windlass import Receiver, WeightManager, WindlassInvalid, trace
+from windlass.identity import Identity
+from windlass.load import Live, ModelSession
+from windlass.load.order import LoadOrder
+
+needs_sdk = pytest.mark.skipif(
+    not find_spec("opentelemetry.sdk") if find_spec("opentelemetry") else True,
+    reason="NOT TESTED: the spans of versions, because opentelemetry-sdk is missing",
+)
+
+
+@pytest.fixture
+def spans() -> Iterator[Any]:
+    """What is exported. The provider is the process's, and can be set once."""
+    from opentelemetry import trace as api
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter = InMemorySpanExporter()
+    provider = api.get_tracer_provider()
+    if not isinstance(provider, TracerProvider):
+        provider = TracerProvider()
+        api.set_tracer_provider(provider)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    yield exporter
+    exporter.shutdown()
+
+
+@needs_sdk
+def test_spans_of_a_version_are_in_one_trace_from_the_step_to_the_load(spans: Any) -> None:
+    from opentelemetry import trace as api
+
+    model, engine = nn.Linear(4, 3), nn.Linear(4, 3)
+    live = Live(ModelSession(engine))
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as home,
+        WeightManager(model_id="policy", region_dir=home, timeout=20.0) as wm,
+    ):
+        receiver = None
+        for version in (1, 2):
+            with torch.no_grad():
+                model.weight.mul_(1.5)
+            with api.get_tracer("test").start_as_current_span(f"step {version}"):
+                wm.offload(model, version)
+            if receiver is None:
+                receiver = Receiver(f"{home}/images", region=wm.region, relay=False)
+            receiver.wait(version)
+            with receiver.hold() as image:
+                live.load(LoadOrder.of(image))
+        assert receiver is not None
+        receiver.close()
+        incarnation = wm.incarnation
+    assert incarnation is not None and torch.equal(engine.weight, model.weight)
+    every = spans.get_finished_spans()
+    steps = {span.name: span for span in every if span.name.startswith("step")}
+    traces = set()
+    for version in (1, 2):
+        ours = {span.name: span for span in every if span.attributes.get("windlass.version") == version}
+        assert list(ours) == ["windlass.publish", "windlass.receive", "windlass.load"]
+        wanted = api.get_current_span(trace.context(Identity("policy", incarnation, version)))
+        known = wanted.get_span_context()
+        for span in ours.values():
+            assert span.context.trace_id == known.trace_id and span.parent.span_id == known.span_id
+            assert span.attributes["windlass.model_id"] == "policy"
+            assert span.attributes["windlass.incarnation"] == f"{incarnation:016x}"
+            assert span.start_time <= span.end_time and span.attributes["windlass.bytes"] > 0
+        publish = ours["windlass.publish"]
+        assert publish.attributes["windlass.copy_s"] > 0
+        assert [link.context for link in publish.links] == [steps[f"step {version}"].context]
+        assert publish.start_time < ours["windlass.receive"].end_time < ours["windlass.load"].end_time
+        traces.add(known.trace_id)
+    assert len(traces) == 2
+
+
+@needs_sdk
+def test_the_span_of_an_offload_that_failed_has_its_error(spans: Any) -> None:
+    model = nn.Linear(4, 3)
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm") as home,
+        WeightManager(model_id="policy", region_dir=home, agent={"enabled": False}) as wm,
+    ):
+        wm.offload(model, 1)
+        with pytest.raises(WindlassInvalid):
+            wm.offload(nn.Linear(4, 2), 2)
+    good, bad = spans.get_finished_spans()
+    assert good.status.is_ok or good.status.status_code.name == "UNSET"
+    assert bad.attributes["windlass.version"] == 2 and bad.status.status_code.name == "ERROR"
+    assert bad.events[0].name == "exception"
+
+
+ALONE = """
+import sys
+from windlass import trace
+from windlass.identity import Identity
+trace.record("windlass.publish", Identity("policy", 1, 2), 0.1, {})
+assert not any(name.partition(".")[0] == "opentelemetry" for name in sys.modules)
+"""
+
+
+def test_a_process_without_opentelemetry_records_nothing_and_imports_nothing() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60, env=environment()
+    )
+    assert done.returncode == 0, done.stderr
