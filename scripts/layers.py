@@ -100,6 +100,7 @@ PYTHON_ROOMS = {
     "skyrl": [*BELOW, "receive", "load", "engines", "frameworks"],
     "openrlhf": [*BELOW, "transfer", "load", "frameworks"],
     "nemo_rl": [*BELOW, "frameworks"],
+    "callbacks": [*BELOW, "publish"],
     "compat": [*BELOW, "controller", "receive", "extract", "publish", "transfer", "load", "engines", "__init__"],
     "__main__": ["_windlass"],
     "__init__": [*BELOW, "_moved", "controller", "receive", "extract", "publish", "transfer", "engines"],

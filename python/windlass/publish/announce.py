@@ -29,8 +29,10 @@ log = logging.getLogger("windlass")
 
 #: How long the agent may take to say what its delta is like.
 ASK_S = 2.0
-#: How often the agent is asked what it has uploaded.
+#: How often the agent is asked how far it is.
 LOOK_S = 0.05
+#: A receiver that was not heard of for so long is not waited for: one that follows asks every ten seconds.
+HEARD_S = 30.0
 
 
 class AgentClient:
@@ -77,6 +79,18 @@ class AgentClient:
                     f"version {version} is not in the store yet, which has {newest}{why}",
                     "give it more time: an upload takes the bytes of the image or of the delta over the bandwidth",
                 )
+            time.sleep(LOOK_S)
+
+    def wait_fetched(self, version: int, until: float) -> bool:
+        """Waits until every receiver that was heard of lately has fetched ``version`` and no transfer is open; whether it is so."""
+        agent = self._http()
+        while True:
+            said = agent.get("/status", stage="ask about receivers", timeout=ASK_S).object()
+            here = [r for r in said.get("instances", ()) if r.get("heard_seconds", 0.0) < HEARD_S]
+            if not said.get("open_transfers") and all((r.get("version") or 0) >= version for r in here):
+                return True
+            if time.monotonic() >= until:
+                return False
             time.sleep(LOOK_S)
 
     def delta(self, version: int, image_bytes: int) -> dict[str, float]:
