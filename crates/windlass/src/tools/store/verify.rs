@@ -156,6 +156,9 @@ struct Anchored {
     table: SumTable,
 }
 
+/// A part that was read, and its length.
+type ReadPart = (Object, u64, Result<(), StoreFailure>);
+
 /// The table of an anchor, as far as the deltas of a chain have lifted it.
 struct Lifted {
     links: Vec<DeltaRef>,
@@ -238,7 +241,7 @@ impl Group<'_> {
     /// Reads all parts of an anchor, several at once. Whether all are right.
     fn parts(&mut self, anchor: &Anchored, progress: &Progress, stop: &Stop) -> Result<bool, Error> {
         let (model, next) = (self.model, AtomicUsize::new(0));
-        let read: Mutex<Vec<(Object, u64, Result<(), StoreFailure>)>> = Mutex::default();
+        let read: Mutex<Vec<ReadPart>> = Mutex::default();
         std::thread::scope(|scope| {
             for _ in 0..STREAMS.min(anchor.index.parts.len()) {
                 scope.spawn(|| {
