@@ -177,7 +177,7 @@ def test_a_directory_of_somebody_else_is_not_touched_and_the_hook_does_not_retur
     (disk.dir("one", 1) / "mine").write_text("mine")
     disk.host("two", "--marker=STABLE")
     with pytest.raises(WindlassTimeout, match="not on 1 of the receivers: one .*not made by windlass"):
-        finished(disk.write(1, weights(1)), controller=disk.controller(), timeout=3)
+        finished(disk.write(1, weights(1)), controller=disk.controller(), timeout=10)
     assert same(disk.seen("two", 1), weights(1)) and not (disk.dir("two", 1) / "STABLE").exists()
     assert "not made by windlass" in host.event("order_failed")["reason"]
     assert [file.name for file in disk.dir("one", 1).iterdir()] == ["mine"]

@@ -88,7 +88,7 @@ def test_an_engine_of_ones_own_follows_by_two_callbacks(pair: tuple[WeightManage
         assert follower.live == (loaded.incarnation, version)
         assert same(engine.model, model)
     assert engine.seen == [s for v in (1, 2, 3) for s in ("pause", f"load {v}", "resume")]
-    assert follower.step(0.1) is None, "nothing newer"
+    assert follower.step(1.0) is None, "nothing newer"
 
 
 def test_what_can_be_staged_is_before_the_pause(

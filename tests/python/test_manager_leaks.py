@@ -13,6 +13,8 @@ import pytest
 
 from children import environment
 
+pytestmark = pytest.mark.timeout(450)
+
 #: Versions before the first look, and between the looks.
 WARM, MORE = 30, 200
 #: Allocators keep what they have had: each process may grow by this, far less than one version of each step would cost.
@@ -28,7 +30,7 @@ def looks() -> list[Any]:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="leaks-") as home:
         words = [home, str(WARM), str(MORE), str(MODEL_BYTES)]
         command = [sys.executable, str(TRAINER), *words]
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=110)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, done.stderr
         found: list[Any] = json.loads(done.stdout)
         assert Path(home).exists()
