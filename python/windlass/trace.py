@@ -31,7 +31,7 @@ def context(identity: Identity) -> Any:
     from opentelemetry import trace
 
     ids = hashlib.blake2b(str(identity).encode(), digest_size=24).digest()
-    # Nobody records this span: it is the common parent, which every process can name.
+    # No process records this span: it is the common parent, which each of them can name.
     parent = trace.SpanContext(
         trace_id=int.from_bytes(ids[:16], "big") or 1,
         span_id=int.from_bytes(ids[16:], "big") or 1,

@@ -41,7 +41,7 @@ class LightningCallback(Base):
 
     ``every`` is the number of optimizer steps from one version to the next; the last step is published too. The version is
     ``trainer.global_step``. The whole ``LightningModule`` is published, as its strategy shards it; a model of transformers
-    inside is found and has its checkpoint's names. ``module`` names the attribute that holds the policy, if there are others beside
+    inside is found and has its checkpoint's names. ``module`` names the attribute that holds the policy, if there are others next to
     it (``module="actor"``). The keyword arguments are those of :class:`windlass.WeightManager`; ``manager`` is one of your own
     instead, which is not closed at the end. When the training has ended, receivers have ``drain`` seconds to fetch the last
     version. Figures of each version go into the trainer's loggers, as often as those log.

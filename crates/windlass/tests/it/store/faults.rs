@@ -299,7 +299,7 @@ fn no_fault_of_a_store_shows_a_wrong_version_or_ends_a_service() {
     }
     let counts = (up.counts(), down.counts());
     println!("{} faults over {version} versions: publisher {:?}, follower {:?}", total(), counts.0, counts.1);
-    // What is left is whole, for somebody who has never been disturbed.
+    // What is left is whole for a reader that no fault disturbs.
     let mut verify = Moto::command(moto.port, ["store", "verify", url]);
     let line = verify.rest().pop().unwrap();
     assert_eq!(
