@@ -31,6 +31,8 @@ from windlass.publish import manager as manager_module
 HERE = pathlib.Path(__file__).resolve().parent
 #: How long the scenarios let an offload take that cannot succeed.
 SHORT = 2.0
+#: How long what is to succeed may take.
+PATIENCE = 40.0
 
 
 class Stem:
@@ -171,7 +173,7 @@ class Deadly:
 def killed(rank: int, world: int, home: str, victim: int, phase: str) -> dict[str, Any]:
     """One rank dies in the second version. The others fail, and the first version is still there."""
     wm = manager(home)
-    wm.offload(weights(1), 1, rank, world)
+    wm.offload(weights(1), 1, rank, world, timeout=PATIENCE)
     if rank == 0:
         assert pulled(wm, home, 1)
     assert wm._open is not None
@@ -220,7 +222,7 @@ def absent(rank: int, world: int, home: str, first: bool) -> dict[str, Any] | No
     """The last rank does not call."""
     wm = manager(home)
     if not first:
-        wm.offload(weights(1), 1, rank, world)
+        wm.offload(weights(1), 1, rank, world, timeout=PATIENCE)
         dist.barrier()
     told = None
     if rank != world - 1:
