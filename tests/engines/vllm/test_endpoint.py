@@ -111,16 +111,23 @@ def tokens_of(flight: Flight) -> int:
 
 @pytest.mark.timeout(400)
 def test_a_pause_that_does_not_come_about_within_its_lease_is_taken_back(world: World) -> None:
-    before = world.status()["weight_version"]
-    order = world.publish()
-    busy = of_vllm(world.server.url, [5, 6], 450)
-    try:
-        status, error = refused(lambda: world.load(order, mode="wait", lease=0.05))
-        assert (status, error["kind"]) == (504, "timeout")
-        now = world.wait(lambda s: not s["paused"])
-        assert (now["weight_version"], now["transaction"]) == (before, None)
-    finally:
-        busy.result()
+    for _ in range(8):
+        before = world.status()["weight_version"]
+        order = world.publish()
+        busy = of_vllm(world.server.url, [5, 6], 450)
+        try:
+            status, error = refused(lambda order=order: world.load(order, mode="wait", lease=0.05))
+            assert (status, error["kind"]) == (504, "timeout")
+            now = world.wait(lambda s: not s["paused"])
+            assert (now["weight_version"], now["transaction"]) == (before, None)
+            break
+        except pytest.fail.Exception:
+            # On a busy machine the answer may be complete before the order is there.
+            assert world.status()["weight_version"] != before
+        finally:
+            busy.result()
+    else:
+        raise AssertionError("no order found the answer incomplete")
     assert tokens_of(busy) == 450
     world.load(order)
     assert world.server.answers() == tiny.answers(world.trainer)
