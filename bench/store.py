@@ -1,0 +1,244 @@
+"""Versions through a store, beside the plainest parallel client on the same store.
+
+    .venv/bin/python bench/store.py [--url file:///dev/shm/bench] [--mib 1024] [--change 1] [--repeats 5] [--json FILE]
+
+Needs torch, `obstore` (Python bindings of the object_store crate: `pip install obstore`) and a release build of the package
+(`make gpu-build`). `--url` names an empty place in a store, such as s3://bucket/bench with AWS_ENDPOINT_URL and credentials in the
+environment; without it, a directory in memory. What was written is removed at the end.
+
+- `upload`: from the end of `offload()` until the version is in the store, sealing and hashing included, against as many bytes put in parts of
+  the same length, as many at once.
+- `fetch`: `windlass receive --version 1` from its start to its end, process, hashes and image included, against the same bytes got in ranges of
+  the same length, as many at once, into memory that is there.
+- `late`: the same for an anchor and ten deltas, against all of their bytes got so.
+- `wire`: bytes of a version's objects (delta, index, head), of the image.
+- `catch-up`: bytes that a receiver fetches which is 16 versions behind, of the 16 deltas.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "tests" / "gpu"), str(ROOT / "python")]
+
+import needs  # noqa: E402
+
+needs.need("torch", "obstore", "windlass")
+
+import obstore  # noqa: E402
+import torch  # noqa: E402
+from obstore.store import from_url  # noqa: E402
+
+import windlass  # noqa: E402
+from windlass import WeightManager  # noqa: E402
+from windlass.config import StoreConfig  # noqa: E402
+
+TENSORS = 32
+#: As the agent and the receiver have them.
+PART, PARTS_AT_ONCE = 32 << 20, 4
+RANGE, RANGES_AT_ONCE = 8 << 20, 8
+#: How far behind a receiver is that catches up, and how many deltas a late one gets.
+BEHIND, LATE = 16, 10
+PATIENCE = 1200.0
+
+
+class Model:
+    """Weights of which a share takes a step of one place in each version."""
+
+    def __init__(self, mib: int, change: float) -> None:
+        self._bits = torch.Generator().manual_seed(1)
+        shape = (TENSORS, (mib << 19) // TENSORS)
+        self._weights = torch.randint(1, 1 << 14, shape, dtype=torch.int16, generator=self._bits)
+        self._changed = round(shape[1] * change / 100)
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return {f"layer.{n}": row.view(torch.bfloat16) for n, row in enumerate(self._weights)}
+
+    def step(self) -> None:
+        where = torch.randint(0, self._weights.shape[1], (TENSORS, self._changed), generator=self._bits)
+        self._weights.scatter_add_(1, where, torch.ones_like(where, dtype=torch.int16))
+
+    def data(self) -> memoryview:
+        return memoryview(self._weights.view(torch.uint8).numpy()).cast("B")
+
+
+async def at_once(work: Sequence[Callable[[], Awaitable[Any]]], most: int) -> None:
+    gate = asyncio.Semaphore(most)
+
+    async def one(job: Callable[[], Awaitable[Any]]) -> None:
+        async with gate:
+            await job()
+
+    await asyncio.gather(*(one(job) for job in work))
+
+
+def plain_upload(store: Any, data: memoryview) -> float:
+    parts = [data[at : at + PART] for at in range(0, len(data), PART)]
+
+    def job(number: int) -> Callable[[], Awaitable[Any]]:
+        return lambda: obstore.put_async(store, f"plain/{number}", parts[number], use_multipart=False)
+
+    began = time.monotonic()
+    asyncio.run(at_once([job(number) for number in range(len(parts))], PARTS_AT_ONCE))
+    return time.monotonic() - began
+
+
+def plain_fetch(store: Any, objects: Sequence[tuple[str, int]], memory: memoryview) -> float:
+    async def one(name: str, start: int, end: int, at: int) -> None:
+        got = await obstore.get_range_async(store, name, start=start, end=end)
+        memory[at : at + end - start] = memoryview(got)
+
+    jobs: list[Callable[[], Awaitable[Any]]] = []
+    at = 0
+    for name, size in objects:
+        for start in range(0, size, RANGE):
+            end = min(start + RANGE, size)
+            jobs.append(lambda name=name, start=start, end=end, at=at: one(name, start, end, at))  # type: ignore[misc]
+            at += end - start
+    began = time.monotonic()
+    asyncio.run(at_once(jobs, RANGES_AT_ONCE))
+    return time.monotonic() - began
+
+
+def command(*words: str) -> tuple[float, dict[str, Any]]:
+    """Runs the command. The seconds that it took, and the last line that it printed."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "windlass", *words, "--json"], env=environment, capture_output=True, text=True,
+        timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    seconds = time.monotonic() - began
+    if done.returncode:
+        needs.end(f"windlass {words[0]} ended with {done.returncode}: {done.stdout}{done.stderr}", 1)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return seconds, lines[-1]
+
+
+def receive(url: str, version: int, home: Path) -> tuple[float, dict[str, Any]]:
+    home.mkdir(exist_ok=True)
+    return command("receive", f"--from={url}/policy", f"--version={version}", f"--dir={home}")
+
+
+def objects_of(url: str, version: int) -> list[tuple[str, int]]:
+    _, shown = command("store", "show", f"{url}/policy", f"--version={version}")
+    return [(f"policy/{found['object']}", int(found["bytes"])) for found in shown["objects"]]
+
+
+def measure(url: str, store: Any, model: Model, options: argparse.Namespace, home: Path) -> dict[str, Any]:
+    found: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        found.setdefault(name, []).append(value)
+
+    data = model.data()
+    memory = memoryview(bytearray(len(data) + (64 << 20)))
+    for turn in range(options.repeats):
+        config = StoreConfig(url=f"{url}/{turn}")
+        with WeightManager(region_dir=str(home), timeout=PATIENCE, store=config) as wm:
+            wm.offload(model.weights, 1)
+            began = time.monotonic()
+            wm.wait_stored(1)
+            note("upload", time.monotonic() - began)
+        note("plain upload", plain_upload(store, data))
+        seconds, _ = receive(f"{url}/{turn}", 1, home / f"image-{turn}")
+        note("fetch", seconds)
+        parts = [
+            (f"{turn}/{name}", size) for name, size in objects_of(f"{url}/{turn}", 1) if "/anchors/" in name
+        ]
+        note("plain fetch", plain_fetch(store, parts, memory))
+        command("gc", str(home), "--yes", "--images")
+    base = f"{url}/steps"
+    with WeightManager(region_dir=str(home), timeout=PATIENCE, store=StoreConfig(url=base)) as wm:
+        wm.offload(model.weights, 1)
+        wm.wait_stored(1)
+        receive(base, 1, home / "behind")
+        for version in range(2, BEHIND + 2):
+            model.step()
+            wm.offload(model.weights, version)
+            wm.wait_stored(version)
+            own = [
+                size
+                for name, size in objects_of(base, version)
+                if f"-{version:020}-" in name or "/versions/" in name
+            ]
+            note("wire", sum(own) / len(data))
+    _, last = receive(base, BEHIND + 1, home / "behind")
+    deltas = [size for name, size in objects_of(base, BEHIND + 1) if name.endswith(".wdelta")]
+    note("catch-up", last["wire_bytes"] / sum(deltas))
+    late = [(f"steps/{name}", size) for name, size in objects_of(base, LATE + 1)]
+    for turn in range(options.repeats):
+        note("late", receive(base, LATE + 1, home / f"late-{turn}")[0])
+        note("plain late", plain_fetch(store, late, memory))
+        command("gc", str(home), "--yes", "--images")
+    return {name: {"median": statistics.median(values), "all": values} for name, values in found.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--url", help="an empty place in a store [default: a directory in memory]")
+    parser.add_argument("--mib", type=needs.whole(64), default=1024, help="MiB of the image")
+    parser.add_argument("--change", type=float, default=1.0, help="percent of the elements that change")
+    parser.add_argument("--repeats", type=needs.whole(1), default=5, help="rounds")
+    parser.add_argument("--json", help="also write the result to this file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="windlass-store-") as folder:
+        home = Path(folder)
+        (home / "run").mkdir()
+        url = (options.url or f"file://{home}/run").rstrip("/")
+        store = from_url(url)
+        try:
+            found = measure(url, store, Model(options.mib, options.change), options, home)
+        finally:
+            names = [entry["path"] for page in obstore.list(store) for entry in page]
+            if names:
+                obstore.delete(store, names)
+    gib = options.mib / 1024
+    ratios = {
+        "plain upload / upload": (found["plain upload"]["median"] / found["upload"]["median"], 0.8, True),
+        "plain fetch / fetch": (found["plain fetch"]["median"] / found["fetch"]["median"], 0.8, True),
+        "late / plain late": (found["late"]["median"] / found["plain late"]["median"], 1.2, False),
+        "wire, of the image": (found["wire"]["median"], 0.0105, False),
+        "catch-up, of the deltas": (found["catch-up"]["median"], 0.5, False),
+    }
+    for name in ("upload", "plain upload", "fetch", "plain fetch", "late", "plain late"):
+        values = found[name]["all"]
+        sys.stdout.write(
+            f"{name:14} {found[name]['median']:8.3f} s [{min(values):.3f}..{max(values):.3f}]  {gib / found[name]['median']:6.2f} GiB/s\n"
+        )
+    for name, (value, bar, least) in ratios.items():
+        met = value >= bar if least else value <= bar
+        sign = ">=" if least else "<="
+        sys.stdout.write(f"{name:24} {value:8.4f}  bar {sign} {bar}  {'met' if met else 'MISSED'}\n")
+    result = {
+        "url": url.partition("://")[0],
+        "mib": options.mib,
+        "change": options.change,
+        "repeats": options.repeats,
+        "found": found,
+        "ratios": {name: value for name, (value, _, _) in ratios.items()},
+        "windlass": windlass.__version__,
+        "obstore": obstore.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
