@@ -142,6 +142,16 @@ impl Head {
     pub fn to_json(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
     }
+
+    /// Reads the object of a head.
+    pub fn from_object(bytes: &[u8]) -> Result<Head, StoreError> {
+        Head::from_json(proved("head", bytes)?)
+    }
+
+    /// The object: the JSON form and its hash.
+    pub fn to_object(&self) -> Vec<u8> {
+        with_hash(self.to_json())
+    }
 }
 
 impl VersionIndex {
@@ -157,6 +167,16 @@ impl VersionIndex {
     /// The JSON form.
     pub fn to_json(&self) -> Vec<u8> {
         serde_json::to_vec(self).unwrap_or_default()
+    }
+
+    /// Reads the object of an index.
+    pub fn from_object(bytes: &[u8]) -> Result<VersionIndex, StoreError> {
+        VersionIndex::from_json(proved("version index", bytes)?)
+    }
+
+    /// The object: the JSON form and its hash.
+    pub fn to_object(&self) -> Vec<u8> {
+        with_hash(self.to_json())
     }
 
     /// Whether the chain leads from the anchor to the version.
@@ -241,7 +261,7 @@ impl VersionIndex {
     /// All objects that it needs, with their lengths, given its anchor's index.
     pub fn needs(&self, anchor: &AnchorIndex) -> BTreeMap<Object, u64> {
         let mut all = BTreeMap::from([
-            (self.object(), self.to_json().len() as u64),
+            (self.object(), self.to_object().len() as u64),
             (self.manifest_object(), self.manifest.bytes),
             (self.anchor_object(), self.anchor.index.bytes),
             (anchor.sums_object(), anchor.sums.bytes),
@@ -341,6 +361,22 @@ impl AnchorIndex {
     pub fn sums_object(&self) -> Object {
         Object::Sums { incarnation: self.incarnation, start: self.start, hash: self.sums.hash }
     }
+}
+
+/// A document whose name does not have its hash, with its hash in a line of its own.
+fn with_hash(mut json: Vec<u8>) -> Vec<u8> {
+    let hash = ObjectHash::of(&json);
+    json.extend(format!("\n{hash}\n").bytes());
+    json
+}
+
+/// The document in an object that ends with its hash.
+fn proved<'a>(what: &'static str, bytes: &'a [u8]) -> Result<&'a [u8], StoreError> {
+    let lines = bytes.strip_suffix(b"\n").unwrap_or_default();
+    let end = lines.iter().rposition(|b| *b == b'\n').unwrap_or_default();
+    let (json, hash) = lines.split_at(end);
+    let hash = str::from_utf8(hash).ok().and_then(|hash| hash.trim_start().parse::<ObjectHash>().ok());
+    if hash == Some(ObjectHash::of(json)) { Ok(json) } else { Err(StoreError::Damaged { what }) }
 }
 
 /// Only the field that decides how to read the others.

@@ -23,7 +23,7 @@
 //!
 //! An incarnation is 16 hexadecimal digits, a version or a number 20 decimal ones, a part 6. `HASH` is the XXH3-128 of the
 //! object's bytes. A name with a hash always has the same content, so writing it again changes nothing and a reader can
-//! prove what it got.
+//! prove what it got. Heads and version indexes end with a line that has the `HASH` of what is before it.
 //!
 //! # When a version exists
 //!
@@ -107,6 +107,8 @@ impl ObjectHash {
 pub enum StoreError {
     #[error("{what} of {len} bytes is longer than {max}: it is not one that Windlass wrote")]
     TooLong { what: &'static str, len: usize, max: usize },
+    #[error("the {what} does not end with its hash: it was damaged in the store or on the way")]
+    Damaged { what: &'static str },
     #[error("the {what} is not valid JSON of one: {why}")]
     Json { what: &'static str, why: String },
     #[error(
@@ -124,6 +126,7 @@ impl StoreError {
     pub fn kind(&self) -> Kind {
         match self {
             StoreError::TooLong { .. }
+            | StoreError::Damaged { .. }
             | StoreError::Json { .. }
             | StoreError::Contradiction { .. }
             | StoreError::Gap { .. } => Kind::Corrupt,

@@ -90,6 +90,22 @@ fn object() -> impl Strategy<Value = Object> {
 }
 
 #[test]
+fn any_changed_bit_of_a_head_or_an_index_is_noticed() {
+    let index = index(3, &[(1, 10), (2, 10)], 100);
+    let head = Head::new(&index, "p");
+    for bit in 0..index.to_object().len() * 8 {
+        let mut bytes = index.to_object();
+        bytes[bit / 8] ^= 1 << (bit % 8);
+        let read = VersionIndex::from_object(&bytes);
+        // A digit of the hash may be of the other case.
+        assert!(read.is_err() || read == Ok(index.clone()), "bit {bit}: {read:?}");
+    }
+    for len in 0..head.to_object().len() {
+        assert!(Head::from_object(&head.to_object()[..len]).is_err(), "{len} bytes");
+    }
+}
+
+#[test]
 fn a_version_needs_nothing_that_names_do_not_allow() {
     let index = index(3, &[(1, 10), (2, 10), (1, 10)], 100);
     let anchor = anchor(&[(2, 3), (1, 4), (5, 6)]);
@@ -120,6 +136,7 @@ proptest! {
     ) {
         let index = index(start, &steps, 1 << 20);
         prop_assert_eq!(VersionIndex::from_json(&index.to_json()), Ok(index.clone()));
+        prop_assert_eq!(VersionIndex::from_object(&index.to_object()), Ok(index.clone()));
         let anchor = anchor(&parts);
         prop_assert_eq!(AnchorIndex::from_json(&anchor.to_json()), Ok(anchor.clone()));
         for (i, part) in anchor.parts.iter().enumerate() {
@@ -130,7 +147,7 @@ proptest! {
         }
         prop_assert_eq!(anchor.part_of(anchor.blocks), None);
         let head = Head::new(&index, "p");
-        prop_assert_eq!(Head::from_json(&head.to_json()), Ok(head));
+        prop_assert_eq!(Head::from_object(&head.to_object()), Ok(head));
     }
 
     #[test]

@@ -141,7 +141,7 @@ impl StoredModel {
             Found::Absent => Ok(Look::Absent),
             Found::Same => Ok(Look::Same),
             Found::Read(read) => {
-                let head = Head::from_json(&read.bytes).map_err(|e| self.broken(&Object::Head, &e))?;
+                let head = Head::from_object(&read.bytes).map_err(|e| self.broken(&Object::Head, &e))?;
                 let etag = read.etag.ok_or_else(|| {
                     let why =
                         "the store gives objects no etag, without which two publishers cannot be told apart";
@@ -162,7 +162,7 @@ impl StoredModel {
             let object = Object::NumberedHead(newest);
             match self.bucket.read_if_changed(&self.name(&object), None, MAX_HEAD, stop)? {
                 Found::Read(read) => {
-                    let head = Head::from_json(&read.bytes).map_err(|e| self.broken(&object, &e))?;
+                    let head = Head::from_object(&read.bytes).map_err(|e| self.broken(&object, &e))?;
                     return Ok(Look::Moved(head, Tag::Number(newest)));
                 }
                 // It was removed because there are newer ones by now.
@@ -199,7 +199,7 @@ impl StoredModel {
         seen: Option<&Tag>,
         stop: &Stop,
     ) -> Result<Option<Tag>, StoreFailure> {
-        let bytes = Bytes::from(head.to_json());
+        let bytes = Bytes::from(head.to_object());
         if self.bucket.swaps() {
             let name = self.name(&Object::Head);
             let moved = match seen {
@@ -258,7 +258,7 @@ impl StoredModel {
         let Found::Read(read) = self.bucket.read_if_changed(&name, None, MAX_DOCUMENT as u64, stop)? else {
             return Ok(None);
         };
-        let index = VersionIndex::from_json(&read.bytes).map_err(|e| self.broken(&object, &e))?;
+        let index = VersionIndex::from_object(&read.bytes).map_err(|e| self.broken(&object, &e))?;
         let found = &index.identity;
         if (found.incarnation, found.version) != (incarnation, version) || found.model_id != self.model_id {
             let why = format!("it is the index of {found}: an object was copied to another name");

@@ -632,7 +632,7 @@ impl Task {
     fn write_index(&self, index: VersionIndex, stop: &Stop) -> Result<VersionIndex, PublishError> {
         let model = self.model()?;
         let (incarnation, version) = (index.identity.incarnation, index.identity.version);
-        let created = model.bucket().create(&model.name(&index.object()), index.to_json().into(), stop)?;
+        let created = model.bucket().create(&model.name(&index.object()), index.to_object().into(), stop)?;
         if created != Written::Otherwise {
             return Ok(index);
         }

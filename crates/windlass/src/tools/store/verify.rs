@@ -204,7 +204,7 @@ impl Group<'_> {
             if !right || !lifted.whole {
                 self.report.lost.push(index.identity.clone());
             }
-            self.count(index.object(), index.to_json().len() as u64);
+            self.count(index.object(), index.to_object().len() as u64);
         }
         Ok(())
     }
