@@ -1,4 +1,4 @@
-"""Versions through a store, beside the plainest parallel client on the same store.
+"""Versions through a store, compared with the plainest parallel client on the same store.
 
     .venv/bin/python bench/store.py [--url file:///dev/shm/bench] [--mib 1024] [--change 1] [--repeats 5] [--json FILE]
 

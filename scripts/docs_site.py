@@ -59,7 +59,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     ref = config.extra["ref"]
     name = version if ref == f"v{version}" else f"{version} ({ref})"
     config.site_name = f"{config.site_name} {name}"
-    # The theme asks GitHub for the stars of a `repo_url`. A link in the footer asks nobody.
+    # The theme asks GitHub for the stars of a `repo_url`. A link in the footer sends no request.
     config.extra["repository"] = (config.repo_url or "").rstrip("/")
     config.extra["social"] = [
         {"icon": "fontawesome/brands/git-alt", "link": config.extra["repository"], "name": "Repository"}

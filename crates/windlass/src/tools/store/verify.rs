@@ -182,9 +182,10 @@ impl Group<'_> {
         let mut lifted = fresh();
         for index in group {
             stop.check()?;
+            let mut has_layout = true;
             if index.manifest != first.manifest {
                 let read = self.model.manifest(index, stop);
-                self.report.passes(self.model, &index.manifest_object(), read)?;
+                has_layout = self.report.passes(self.model, &index.manifest_object(), read)?.is_some();
             }
             // A publisher that was restarted may have composed its deltas in another way.
             if !index.deltas.starts_with(&lifted.links) {
@@ -201,7 +202,7 @@ impl Group<'_> {
                     format!("{name}: its anchor and its deltas do not lead to its digest {}", index.digest);
                 self.report.damaged.insert(name, why);
             }
-            if !right || !lifted.whole {
+            if !right || !lifted.whole || !has_layout {
                 self.report.lost.push(index.identity.clone());
             }
             self.count(index.object(), index.to_object().len() as u64);
