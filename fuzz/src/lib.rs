@@ -108,8 +108,10 @@ pub fn store(data: &[u8]) {
         }
     }
     if let Ok(head) = Head::from_json(data) {
+        assert_eq!(Head::from_object(&head.to_object()), Ok(head.clone()));
         assert_eq!(Head::from_json(&head.to_json()), Ok(head));
     }
+    let _ = (Head::from_object(data), VersionIndex::from_object(data));
     if let Ok(name) = std::str::from_utf8(data)
         && let Some(object) = Object::parse(name)
     {
@@ -195,7 +197,7 @@ fn check_record(dtype: Dtype, mode: Mode, payload: &[u8]) {
         assert_eq!(bytes, old, "nothing is written");
     }
     let mut out = Vec::new();
-    if let Ok(Some(encoded)) = Composer::new().compose(&tile, &record, &record, &mut out) {
+    if let Ok(Some(encoded)) = Composer::new().compose(&tile, &[record, record], &mut out) {
         let twice = Record { block: 0, mode: encoded.mode, sum: encoded.sum, payload: &out };
         let composed = applier.apply(&Portable, &tile, &twice, current, &mut bytes);
         assert!(encoded.mode == Mode::Dense || composed.is_ok(), "what the composer writes can be read");

@@ -1,4 +1,4 @@
-//! Composes two deltas into one, without an image.
+//! Composes deltas into one, without an image.
 
 use super::apply::Applier;
 use super::container::{Delta, DeltaHeader, PartBuilder};
@@ -7,11 +7,13 @@ use super::line::Unit;
 use super::{DeltaError, Mode, Record, Tile};
 use crate::manifest::Manifest;
 
-/// Composes records one by one, reusing its memory.
+/// Composes the records of a block, one block after another, reusing its memory: up to three blocks' worth.
 #[derive(Debug, Default)]
 pub struct Composer {
-    first: Applier,
-    second: Applier,
+    applier: Applier,
+    /// Which units the composition changes, a bit for each, and by which steps.
+    changed: Vec<u64>,
+    steps: Codes,
     positions: Vec<u16>,
     codes: Codes,
 }
@@ -21,105 +23,97 @@ impl Composer {
         Composer::default()
     }
 
-    /// Appends the payload of the record that has the effect of `first` and then `second`;
-    /// returns `None` if they cancel.
+    /// Appends the payload of the record that has the effect of `records`, the oldest first; returns `None` if they
+    /// cancel. A single record is taken over as it is. An error comes with the place of the record at fault; `out` then
+    /// holds what must not be used.
     ///
     /// # Panics
     /// If a record is for another block than the tile's.
     pub fn compose(
         &mut self,
         tile: &Tile,
-        first: &Record<'_>,
-        second: &Record<'_>,
+        records: &[Record<'_>],
         out: &mut Vec<u8>,
-    ) -> Result<Option<Encoded>, DeltaError> {
-        assert!(first.block == tile.number && second.block == tile.number, "records of the tile's block");
-        for record in [first, second] {
-            if record.mode == Mode::Context {
-                return Err(DeltaError::ContextNeedsImage { block: record.block });
-            }
-            if record.mode == Mode::Dense && record.payload.len() != tile.bytes() {
-                return Err(record.bad("it is not as long as its block"));
-            }
-        }
-        let units = tile.units() as u32;
-        if second.mode == Mode::Dense {
-            out.extend_from_slice(second.payload);
-            return Ok(Some(Encoded { mode: Mode::Dense, changes: units, sum: second.sum }));
-        }
-        self.second.decode(tile, second, |_| ())?;
-        by_unit!(tile.unit, T => {
-            let (positions, codes) = self.second.changes::<T>();
-            if first.mode == Mode::Dense {
-                let start = out.len();
-                out.extend_from_slice(first.payload);
-                let mask = T::mask(tile.line);
-                for (&p, &code) in positions.iter().zip(codes.iter()) {
-                    let p = usize::from(p);
-                    T::step(mask, T::read(&out[start..], p), code).write(&mut out[start..], p);
+    ) -> Result<Option<Encoded>, (usize, DeltaError)> {
+        for (i, record) in records.iter().enumerate() {
+            assert!(record.block == tile.number, "records of the tile's block");
+            match record.mode {
+                Mode::Context => return Err((i, DeltaError::ContextNeedsImage { block: record.block })),
+                Mode::Dense if record.payload.len() != tile.bytes() => {
+                    return Err((i, record.bad("it is not as long as its block")));
                 }
-                return Ok(Some(Encoded { mode: Mode::Dense, changes: units, sum: second.sum }));
+                _ => {}
             }
-            self.first.decode(tile, first, |_| ())?;
-            let (a_positions, a_codes) = self.first.changes::<T>();
-            let merged = T::of(&mut self.codes);
-            merge((a_positions, a_codes), (positions, codes), &mut self.positions, merged);
-            if self.positions.is_empty() {
-                return Ok(None);
-            }
-            let mode = put_plain(tile, &self.positions, merged, None, out);
-            Ok(Some(Encoded { mode, changes: self.positions.len() as u32, sum: second.sum }))
-        })
-    }
-
-    /// Appends the payload of a record that is taken over as it is, and counts its changes.
-    pub fn keep(
-        &mut self,
-        tile: &Tile,
-        record: &Record<'_>,
-        out: &mut Vec<u8>,
-    ) -> Result<Encoded, DeltaError> {
-        let changes = match record.mode {
-            Mode::Context => return Err(DeltaError::ContextNeedsImage { block: record.block }),
-            Mode::Dense if record.payload.len() != tile.bytes() => {
-                return Err(record.bad("it is not as long as its block"));
-            }
-            Mode::Dense => tile.units() as u32,
-            Mode::Sparse | Mode::Bitmap => {
-                self.first.decode(tile, record, |_| ())?;
-                by_unit!(tile.unit, T => self.first.changes::<T>().0.len() as u32)
-            }
-        };
-        out.extend_from_slice(record.payload);
-        Ok(Encoded { mode: record.mode, changes, sum: record.sum })
-    }
-}
-
-/// Merges two lists of changes by position; steps at one position add up or cancel.
-fn merge<T: Pick>(a: (&[u16], &[T]), b: (&[u16], &[T]), positions: &mut Vec<u16>, codes: &mut Vec<T>) {
-    positions.clear();
-    codes.clear();
-    let mut a = a.0.iter().copied().zip(a.1.iter().copied()).peekable();
-    let mut b = b.0.iter().copied().zip(b.1.iter().copied()).peekable();
-    loop {
-        let next = match (a.peek(), b.peek()) {
-            (None, None) => return,
-            (Some(&(p, code)), Some(&(q, _))) if p < q => {
-                a.next();
-                Some((p, code))
-            }
-            (Some(&(p, x)), Some(&(q, y))) if p == q => {
-                a.next();
-                b.next();
-                T::add_codes(x, y).map(|sum| (p, sum))
-            }
-            (Some(_), None) => a.next(),
-            (None | Some(_), Some(_)) => b.next(),
-        };
-        if let Some((p, code)) = next {
-            positions.push(p);
-            codes.push(code);
         }
+        let Some(last) = records.last() else { return Ok(None) };
+        // Nothing is left of what was before a dense record.
+        if let Some(dense) = records.iter().rposition(|r| r.mode == Mode::Dense) {
+            let start = out.len();
+            out.extend_from_slice(records[dense].payload);
+            for (i, record) in records.iter().enumerate().skip(dense + 1) {
+                self.applier.decode(tile, record, |_| ()).map_err(|e| (i, e))?;
+                by_unit!(tile.unit, T => {
+                    let mask = T::mask(tile.line);
+                    let (positions, codes) = self.applier.changes::<T>();
+                    for (&p, &code) in positions.iter().zip(codes.iter()) {
+                        let p = usize::from(p);
+                        T::step(mask, T::read(&out[start..], p), code).write(&mut out[start..], p);
+                    }
+                });
+            }
+            return Ok(Some(Encoded { mode: Mode::Dense, changes: tile.units() as u32, sum: last.sum }));
+        }
+        if let [one] = records {
+            self.applier.decode(tile, one, |_| ()).map_err(|e| (0, e))?;
+            let changes = by_unit!(tile.unit, T => self.applier.changes::<T>().0.len() as u32);
+            out.extend_from_slice(one.payload);
+            return Ok(Some(Encoded { mode: one.mode, changes, sum: one.sum }));
+        }
+        by_unit!(tile.unit, T => self.add_up::<T>(tile, records)?);
+        if self.positions.is_empty() {
+            return Ok(None);
+        }
+        let mode =
+            by_unit!(tile.unit, T => put_plain(tile, &self.positions, T::of(&mut self.codes), None, out));
+        Ok(Some(Encoded { mode, changes: self.positions.len() as u32, sum: last.sum }))
+    }
+
+    /// Adds the steps of records up, unit by unit, and collects those that do not cancel.
+    fn add_up<T: Pick>(&mut self, tile: &Tile, records: &[Record<'_>]) -> Result<(), (usize, DeltaError)> {
+        let Composer { applier, changed, steps, positions, codes } = self;
+        let (steps, codes) = (T::of(steps), T::of(codes));
+        // A step counts where its bit is set, so that what an earlier block left needs no clearing.
+        steps.resize(steps.len().max(tile.units()), T::default());
+        changed.clear();
+        changed.resize(tile.units().div_ceil(64), 0);
+        for (i, record) in records.iter().enumerate() {
+            applier.decode(tile, record, |_| ()).map_err(|e| (i, e))?;
+            let (at, by) = applier.changes::<T>();
+            for (&p, &code) in at.iter().zip(by.iter()) {
+                let p = usize::from(p);
+                let (word, bit) = (&mut changed[p / 64], 1 << (p % 64));
+                let sum = if *word & bit == 0 { Some(code) } else { T::add_codes(steps[p], code) };
+                match sum {
+                    Some(sum) => {
+                        *word |= bit;
+                        steps[p] = sum;
+                    }
+                    None => *word &= !bit,
+                }
+            }
+        }
+        positions.clear();
+        codes.clear();
+        for (i, &word) in changed.iter().enumerate() {
+            let mut left = word;
+            while left != 0 {
+                let p = i * 64 + left.trailing_zeros() as usize;
+                positions.push(p as u16);
+                codes.push(steps[p]);
+                left &= left - 1;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -151,15 +145,10 @@ pub fn compose(manifest: &Manifest, first: &Delta<'_>, second: &Delta<'_>) -> Re
             (Some(r), Some(s)) => r.block.min(s.block),
         };
         let tile = Tile::of(manifest, block)?;
-        let one = firsts.next_if(|r| r.block == block);
-        let two = seconds.next_if(|r| r.block == block);
+        let here = |r: &Record<'_>| r.block == block;
+        let records: Vec<_> = [firsts.next_if(here), seconds.next_if(here)].into_iter().flatten().collect();
         payload.clear();
-        let encoded = match (&one, &two) {
-            (Some(r), Some(s)) => composer.compose(&tile, r, s, &mut payload)?,
-            (Some(r), None) | (None, Some(r)) => Some(composer.keep(&tile, r, &mut payload)?),
-            (None, None) => None,
-        };
-        if let Some(encoded) = encoded {
+        if let Some(encoded) = composer.compose(&tile, &records, &mut payload).map_err(|(_, e)| e)? {
             parts.push(block, &encoded, &payload, &mut out);
         }
     }

@@ -261,6 +261,9 @@ pub enum Piece {
 }
 
 impl Piece {
+    /// The head of a part, and the number that its index begins with.
+    pub const GLANCE: usize = PART_HEAD + 5;
+
     /// How many bytes from the front of `bytes` the next piece takes, once known.
     pub fn len(bytes: &[u8]) -> Result<Option<usize>, DeltaError> {
         let Some(tag) = bytes.first_chunk::<4>() else { return Ok(None) };
@@ -278,6 +281,20 @@ impl Piece {
             }
             _ => Err(DeltaError::Malformed { what: "stream", why: "neither a part nor the end follows" }),
         }
+    }
+
+    /// What the first [`Piece::GLANCE`] bytes of a part tell: how many records it has, and the block of the first. `None` if
+    /// it is the end. A part's sum is over this too, and is looked at only when the part is [parsed](Piece::parse).
+    pub fn glance(bytes: &[u8]) -> Result<Option<(u32, u32)>, DeltaError> {
+        if bytes.starts_with(END) {
+            return Ok(None);
+        }
+        let have = bytes.len() as u64;
+        let cut = DeltaError::Truncated { what: "parts", need: Piece::GLANCE as u64, have };
+        let Some((head, mut index)) = bytes.split_first_chunk::<PART_HEAD>() else { return Err(cut) };
+        let bad = |why| DeltaError::Malformed { what: "index", why };
+        let first = take_varint(&mut index).map_err(|fault| bad(fault.why()))?;
+        Ok(Some((words(head)[1], first)))
     }
 
     /// Reads the piece at the front of `bytes`. Blocks must be below `blocks`.

@@ -334,6 +334,52 @@ proptest! {
     }
 
     #[test]
+    fn many_records_of_a_block_compose_as_they_do_one_by_one(
+        dtype in dtype(), units in 1u64..3000, changes in prop::collection::vec(change(), 1..7), seed: u64,
+    ) {
+        let m = manifest(dtype, 1, units, false);
+        let tile = Tile::of(&m, 0).unwrap();
+        let mut bits = Bits(seed);
+        let mut states = vec![bits.bytes(tile.bytes())];
+        for change in changes {
+            let next = changed(&mut bits, states.last().unwrap(), dtype.unit(), change);
+            states.push(next);
+        }
+        let sum = |state: &[u8]| sum_block(&Portable, &tile.block, tile.unit, state);
+        let mut payloads = Vec::new();
+        for pair in states.windows(2) {
+            let mut payload = Vec::new();
+            let old = (pair[0].as_slice(), sum(&pair[0]));
+            if let Some(e) = Encoder::plain().encode(&Portable, &tile, old, &pair[1], &mut payload) {
+                payloads.push((e, payload));
+            }
+        }
+        let record = |(e, payload): &'_ (Encoded, Vec<u8>)| (e.mode, e.sum, payload.clone());
+        let all: Vec<_> = payloads.iter().map(record).collect();
+        let records: Vec<Record<'_>> =
+            all.iter().map(|(mode, sum, payload)| Record { block: 0, mode: *mode, sum: *sum, payload }).collect();
+        let mut composer = Composer::new();
+        let (mut out, mut kept) = (Vec::new(), None);
+        let at_once = composer.compose(&tile, &records, &mut out).unwrap();
+        // One by one: what was composed so far, and the next.
+        for next in &records {
+            let mut made = Vec::new();
+            let so_far: Option<&(Encoded, Vec<u8>)> = kept.as_ref();
+            let so_far = so_far.map(|(e, p)| Record { block: 0, mode: e.mode, sum: e.sum, payload: p });
+            let both: Vec<_> = so_far.into_iter().chain([*next]).collect();
+            kept = composer.compose(&tile, &both, &mut made).unwrap().map(|e| (e, made));
+        }
+        prop_assert_eq!(at_once.map(|e| (e, out.clone())), kept);
+        let mut image = states[0].clone();
+        if let Some(e) = at_once {
+            let record = Record { block: 0, mode: e.mode, sum: e.sum, payload: &out };
+            let outcome = Applier::new().apply(&Portable, &tile, &record, sum(&states[0]), &mut image);
+            prop_assert!(matches!(outcome, Ok(Outcome::Applied | Outcome::Skipped)));
+        }
+        prop_assert!(&image == states.last().unwrap());
+    }
+
+    #[test]
     fn records_of_any_bytes_end_in_an_outcome_or_a_named_error(
         dtype in dtype(), units in 1u64..600, seed: u64, mode in prop::sample::select(&Mode::ALL[..]),
         payload in prop::collection::vec(any::<u8>(), 0..200), head in prop::option::of((0u16..40, 0u8..20, 0u8..20)),
@@ -355,7 +401,7 @@ proptest! {
         let outcome = Applier::new().apply(&Portable, &tile, &record, current, &mut block);
         prop_assert!(!matches!(outcome, Ok(Outcome::Applied | Outcome::Skipped)));
         prop_assert!(block == before);
-        let _ = Composer::new().compose(&tile, &record, &record, &mut Vec::new());
+        let _ = Composer::new().compose(&tile, &[record, record], &mut Vec::new());
     }
 
     #[test]

@@ -11,27 +11,21 @@
 //! A later agent does not take it over.
 
 use std::fs::{self, File};
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use windlass_core::delta::{
-    Applier, DeltaError, DeltaHeader, Encoded, Encoder, Mode, PartBuilder, Record, Tile,
-};
+use windlass_core::delta::{Applier, DeltaError, DeltaHeader, Encoded, Encoder, Mode, Record, Tile};
 use windlass_core::digest::{BlockSum, SumTable};
 use windlass_core::identity::Version;
 use windlass_core::manifest::Manifest;
 
 use super::chain::{Key, back_path, open_file, open_segment, remove};
 use super::reader::{Fault, Records};
-use super::{History, HistoryError, Segment, broken, io_error};
+use super::writer::Writer;
+use super::{History, HistoryError, Segment, broken};
 use crate::seal::DeltaFile;
-use crate::seal::draft::Draft;
 use crate::simd::kernels;
 use crate::stop::Stop;
-
-/// Bytes that are written at a time.
-const WRITE: usize = 256 << 10;
 
 /// A version of the chain as it is in a slot.
 #[derive(Clone, Copy)]
@@ -95,7 +89,7 @@ impl History {
         let fault = |fault| broken(&link.path, fault);
         let mut records = Records::open(&link.file, link.bytes).map_err(fault)?;
         let mut out: Option<Writer> = None;
-        while let Some(record) = records.record() {
+        while let Some(record) = records.record().map_err(fault)? {
             stop.check().map_err(|source| HistoryError::Stopped { base, target, source })?;
             if record.mode == Mode::Dense {
                 let tile = tile(&self.manifest, record.block).map_err(fault)?;
@@ -246,15 +240,19 @@ impl<'t> Walk<'t> {
                 self.from.clone_from(&self.bytes);
                 from_sum = Some(sum);
             }
-            let Some(record) = self.forward[i].record().filter(|r| r.block == block) else { continue };
+            if self.forward[i].block() != Some(block) {
+                continue;
+            }
+            let Some(record) = self.forward[i].record().map_err(|f| fault(i, f))? else { continue };
             if record.sum != sum {
                 return Err(fault(i, mismatch("what it leads to is not what follows")));
             }
             sum = match self.applier.revert(&tile, &record, &mut self.bytes) {
                 Ok(sum) => sum,
                 Err(DeltaError::OneWay { .. }) => {
-                    let old = self.old[i].as_ref().and_then(Records::record);
-                    let old = old.filter(|r| r.block == block && r.payload.len() == tile.bytes());
+                    let old =
+                        self.old[i].as_mut().map(Records::record).transpose().map_err(|f| fault(i, f))?;
+                    let old = old.flatten().filter(|r| r.block == block && r.payload.len() == tile.bytes());
                     let Some(Record { payload, sum, .. }) = old else {
                         return Err(HistoryError::OneWay { base: link.base.1, target: link.target.1, block });
                     };
@@ -282,46 +280,6 @@ impl<'t> Walk<'t> {
             }
         }
         Ok(())
-    }
-}
-
-/// A container on its way to its place.
-struct Writer {
-    path: PathBuf,
-    draft: Draft,
-    parts: PartBuilder,
-    out: Vec<u8>,
-    written: u64,
-}
-
-impl Writer {
-    fn create(path: &Path, header: &DeltaHeader) -> Result<Writer, HistoryError> {
-        let draft = Draft::create(path).map_err(io_error("create", path))?;
-        let (path, parts) = (path.to_owned(), PartBuilder::new());
-        Ok(Writer { path, draft, parts, out: header.to_bytes(), written: 0 })
-    }
-
-    fn push(&mut self, block: u32, encoded: &Encoded, payload: &[u8]) -> Result<(), HistoryError> {
-        self.parts.push(block, encoded, payload, &mut self.out);
-        self.flush(WRITE)
-    }
-
-    fn flush(&mut self, at_least: usize) -> Result<(), HistoryError> {
-        if self.out.len() >= at_least {
-            self.draft.file().write_all(&self.out).map_err(io_error("write", &self.path))?;
-            self.written += self.out.len() as u64;
-            self.out.clear();
-        }
-        Ok(())
-    }
-
-    /// Puts it in its place. Answers its length and its changes.
-    fn place(mut self) -> Result<(u64, u64), HistoryError> {
-        let changes = self.parts.changes();
-        std::mem::take(&mut self.parts).finish(&mut self.out);
-        self.flush(0)?;
-        self.draft.place().map_err(io_error("place", &self.path))?;
-        Ok((self.written, changes))
     }
 }
 

@@ -26,7 +26,7 @@ pub(super) fn back_path(link: &Path) -> PathBuf {
 #[derive(Debug, Default)]
 pub(super) struct State {
     pub(super) links: VecDeque<Held>,
-    /// The number of the first link; the others follow. Only runs of links are aligned by it.
+    /// The number of the first link; the others follow.
     first: u64,
     pub(super) composed: HashMap<Key, Held>,
     /// Composed deltas that were thrown away and may still be open.
@@ -110,26 +110,20 @@ impl State {
         Some((link(from)?.key().0, link(to.checked_sub(1)?)?.key().1))
     }
 
-    /// What to compose a span from.
-    pub(super) fn pieces(&self, span: Span) -> Vec<Key> {
-        let spans = if is_aligned(span) { self.available(span) } else { runs(span) };
-        // All of them are of this chain: a span is made and taken apart under one lock.
-        spans.into_iter().filter_map(|s| self.key(s)).collect()
-    }
-
-    /// The fewest files that are there and make up a span of several links.
-    fn available(&self, (from, to): Span) -> Vec<Span> {
-        let mut spans = Vec::new();
+    /// What to compose a span of several links from: the longest file from its beginning on, then from there.
+    pub(super) fn pieces(&self, (from, to): Span) -> Vec<Key> {
+        let mut pieces = Vec::new();
         let mut at = from;
         while at < to {
             let longest = (at + 2..=to).rev().find(|&end| {
                 (at, end) != (from, to) && self.key((at, end)).is_some_and(|k| self.composed.contains_key(&k))
             });
             let end = longest.unwrap_or(at + 1);
-            spans.push((at, end));
+            // All of them are of this chain: a span is made and taken apart under one lock.
+            pieces.extend(self.key((at, end)));
             at = end;
         }
-        spans
+        pieces
     }
 
     /// An existing file, opened. Composed ones that are still open count though they were thrown away.
@@ -306,24 +300,6 @@ fn same(a: &DeltaHeader, b: &DeltaHeader, side: Side) -> bool {
 
 pub(super) fn follows(first: &DeltaHeader, second: &DeltaHeader) -> bool {
     (first.target, first.target_digest) == (second.base, second.base_digest)
-}
-
-/// Whether a span is a power of two long and begins at a multiple of its length.
-pub(super) fn is_aligned((from, to): Span) -> bool {
-    (to - from).is_power_of_two() && from.is_multiple_of(to - from)
-}
-
-/// The fewest aligned spans that make up a span.
-pub(super) fn runs((mut from, to): Span) -> Vec<Span> {
-    let mut spans = Vec::new();
-    while from < to {
-        let room = 1 << (to - from).ilog2();
-        let aligned = if from == 0 { room } else { 1 << from.trailing_zeros() };
-        let len = room.min(aligned);
-        spans.push((from, from + len));
-        from += len;
-    }
-    spans
 }
 
 pub(super) fn open_file(path: &Path) -> io::Result<File> {

@@ -1,31 +1,34 @@
-//! Consecutive deltas made one, record by record, in bounded memory.
+//! Consecutive deltas made one, block by block, in bounded memory.
 //!
-//! Owns: the merge of several files by block. Memory: a part of each input, and the records of one block. The
-//! records of a block are folded as a balanced tree, so that `k` inputs cost `log k` passes over their changes
-//! and not `k`.
+//! Owns: the merge of several files. Threads take stretches of blocks, each with a cursor of its own in every file; every
+//! record is decoded once, and what the records of a block come to is encoded once. Memory of a thread: a part of each
+//! input, and what it has composed of one stretch.
 
-use std::io::{self, Write};
+use std::sync::Arc;
 
-use windlass_core::delta::{Composer, DeltaError, DeltaHeader, Encoded, PartBuilder, Record, Tile};
+use windlass_core::delta::{Composer, DeltaError, Encoded, Tile};
 use windlass_core::manifest::{BLOCK_UNITS, Manifest};
 use windlass_core::ranges::BlockRanges;
 
-use super::Segment;
-use super::reader::{Fault, Records};
-use crate::seal::draft::Draft;
+use super::reader::{Fault, Parts, Records};
+use super::writer::Writer;
+use super::{HistoryError, Segment};
 use crate::stop::{Stop, Stopped};
+use crate::work::{self, Batch};
 
 /// No reader takes a longer record: a block of the widest unit, in full.
 const MAX_RECORD: usize = BLOCK_UNITS as usize * 8;
-/// Bytes that are written at a time.
-const WRITE: usize = 256 << 10;
+/// A stretch of blocks has about so many bytes in all inputs together.
+const STRETCH: u64 = 64 << 10;
+/// What is composed is written when it has so many bytes, also if the thread has not done its stretches.
+const FULL: usize = 2 << 20;
 
 /// Why deltas were not joined.
 #[derive(Debug)]
 pub(super) enum JoinFault {
     /// An input, by its place in the list.
     Input(usize, Fault),
-    Write(io::Error),
+    Write(HistoryError),
     TooDense(u32),
     Stopped(Stopped),
 }
@@ -36,121 +39,107 @@ impl From<Stopped> for JoinFault {
     }
 }
 
-/// Writes the delta that does what `inputs` do one after another, of all blocks or `only` of these; answers its length and
-/// its changes.
+/// Writes what `inputs` do one after another, to all blocks or `only` to these. The bytes do not depend on the number of
+/// threads.
 pub(super) fn join(
     manifest: &Manifest,
     inputs: &[&Segment],
     only: Option<&BlockRanges>,
-    header: &DeltaHeader,
-    draft: &Draft,
+    writer: Writer,
+    threads: usize,
     stop: &Stop,
-) -> Result<(u64, u64), JoinFault> {
-    let mut sources = Vec::with_capacity(inputs.len());
+) -> Result<Writer, JoinFault> {
+    let mut parts = Vec::with_capacity(inputs.len());
     for (i, s) in inputs.iter().enumerate() {
-        sources.push(Records::open(&s.file, s.bytes).map_err(|e| JoinFault::Input(i, e))?);
+        let found = Parts::find(&s.file, s.bytes).map_err(|e| JoinFault::Input(i, e))?;
+        parts.push((&*s.file, Arc::new(found)));
     }
-    let wanted = |block| only.is_none_or(|only| only.contains(block));
-    let (mut composer, mut parts) = (Composer::new(), PartBuilder::new());
-    let (mut out, mut payload, mut written) = (header.to_bytes(), Vec::new(), 0);
-    let mut flush = |out: &mut Vec<u8>, at_least: usize| {
-        if out.len() >= at_least {
-            draft.file().write_all(out).map_err(JoinFault::Write)?;
-            written += out.len() as u64;
-            out.clear();
-        }
-        Ok::<u64, JoinFault>(written)
+    let (blocks, bytes) = (u64::from(manifest.cuts().blocks()), inputs.iter().map(|s| s.bytes).sum::<u64>());
+    let stretch = (blocks * STRETCH / bytes.max(1)).max(1);
+    let worker = || Worker {
+        sources: parts.iter().map(|(file, parts)| Records::of(file, Arc::clone(parts))).collect(),
+        composer: Composer::new(),
+        payload: Vec::new(),
+        records: Vec::new(),
     };
-    while let Some(block) = sources.iter().filter_map(Records::block).min() {
-        stop.check()?;
-        if !wanted(block) {
-            advance(&mut sources, block)?;
-            continue;
+    let make = |w: &mut Worker<'_>, i: u64| {
+        let (from, to) = (i * stretch, blocks.min((i + 1) * stretch));
+        for (n, source) in w.sources.iter_mut().enumerate() {
+            source.seek(from as u32).map_err(|e| JoinFault::Input(n, e))?;
         }
-        let which = |e: DeltaError| JoinFault::Input(0, e.into());
-        let tile = Tile::of(manifest, block).map_err(|e| which(e.into()))?;
-        payload.clear();
-        let records: Vec<(usize, Record<'_>)> = here(&sources, block);
-        let folded = match fold(&mut composer, &tile, &records) {
-            Ok(None) => None,
-            Ok(Some(Step::Given(record))) => Some(composer.keep(&tile, &record, &mut payload)),
-            Ok(Some(Step::Made(encoded, bytes))) => {
-                payload = bytes;
-                Some(Ok(encoded))
+        while let Some(block) = w.block().filter(|&block| u64::from(block) < to) {
+            stop.check()?;
+            if only.is_none_or(|only| only.contains(block)) {
+                w.compose(manifest, block)?;
             }
-            Err(e) => Some(Err(e)),
-        };
-        match folded.transpose() {
-            Err(e) => return Err(blame(&mut composer, &tile, &records, e)),
-            Ok(Some(_)) if payload.len() > MAX_RECORD => return Err(JoinFault::TooDense(block)),
-            Ok(Some(encoded)) => parts.push(block, &encoded, &payload, &mut out),
-            Ok(None) => {}
+            w.leave(block)?;
         }
-        flush(&mut out, WRITE)?;
-        advance(&mut sources, block)?;
-    }
-    let changes = parts.changes();
-    parts.finish(&mut out);
-    Ok((flush(&mut out, 0)?, changes))
+        Ok(())
+    };
+    let put = |writer: &mut Writer, w: &mut Worker<'_>| w.put(writer).map_err(JoinFault::Write);
+    let (writer, _) = work::in_order(threads, blocks.div_ceil(stretch), stop, writer, worker, make, put)?;
+    Ok(writer)
 }
 
-/// Leaves a block behind.
-fn advance(sources: &mut [Records<'_>], block: u32) -> Result<(), JoinFault> {
-    let mut at = sources.iter_mut().enumerate().filter(|(_, s)| s.block() == Some(block));
-    at.try_for_each(|(i, s)| s.advance().map_err(|e| JoinFault::Input(i, e)))
+/// A thread's place in the inputs, and what it has composed and not written.
+struct Worker<'f> {
+    sources: Vec<Records<'f>>,
+    composer: Composer,
+    payload: Vec<u8>,
+    /// Each with its block and how long it is.
+    records: Vec<(u32, Encoded, usize)>,
 }
 
-fn here<'s>(sources: &'s [Records<'_>], block: u32) -> Vec<(usize, Record<'s>)> {
-    let record = |(i, s): (usize, &'s Records<'_>)| s.record().filter(|r| r.block == block).map(|r| (i, r));
-    sources.iter().enumerate().filter_map(record).collect()
-}
-
-/// What some records of a block come to.
-enum Step<'a> {
-    Given(Record<'a>),
-    Made(Encoded, Vec<u8>),
-}
-
-impl Step<'_> {
-    fn record(&self, block: u32) -> Record<'_> {
-        match self {
-            Step::Given(record) => *record,
-            Step::Made(e, payload) => Record { block, mode: e.mode, sum: e.sum, payload },
-        }
+impl Batch for Worker<'_> {
+    fn full(&self) -> bool {
+        self.payload.len() >= FULL
     }
 }
 
-/// Composes the records of a block, the oldest first; `None` if they cancel.
-fn fold<'a>(
-    composer: &mut Composer,
-    tile: &Tile,
-    records: &[(usize, Record<'a>)],
-) -> Result<Option<Step<'a>>, DeltaError> {
-    match records {
-        [] => Ok(None),
-        [(_, one)] => Ok(Some(Step::Given(*one))),
-        many => {
-            let (older, newer) = many.split_at(many.len() / 2);
-            let (a, b) = (fold(composer, tile, older)?, fold(composer, tile, newer)?);
-            let (Some(a), Some(b)) = (&a, &b) else { return Ok(a.or(b)) };
-            let mut payload = Vec::new();
-            let n = tile.number;
-            let made = composer.compose(tile, &a.record(n), &b.record(n), &mut payload)?;
-            Ok(made.map(|encoded| Step::Made(encoded, payload)))
-        }
+impl Worker<'_> {
+    /// The next block that some input changes.
+    fn block(&self) -> Option<u32> {
+        self.sources.iter().filter_map(Records::block).min()
     }
-}
 
-/// Finds the input whose record is at fault.
-fn blame(
-    composer: &mut Composer,
-    tile: &Tile,
-    records: &[(usize, Record<'_>)],
-    error: DeltaError,
-) -> JoinFault {
-    let fault = records.iter().find_map(|(i, r)| {
-        let e = composer.keep(tile, r, &mut Vec::new()).err()?;
-        Some(JoinFault::Input(*i, e.into()))
-    });
-    fault.unwrap_or(JoinFault::Input(0, error.into()))
+    /// Composes what the inputs have of this block, which is their next.
+    fn compose(&mut self, manifest: &Manifest, block: u32) -> Result<(), JoinFault> {
+        let (mut places, mut records) = (Vec::new(), Vec::new());
+        for (i, source) in self.sources.iter_mut().enumerate().filter(|(_, s)| s.block() == Some(block)) {
+            if let Some(record) = source.record().map_err(|e| JoinFault::Input(i, e))? {
+                places.push(i);
+                records.push(record);
+            }
+        }
+        let which =
+            |at: usize, e: DeltaError| JoinFault::Input(places.get(at).copied().unwrap_or(0), e.into());
+        let tile = Tile::of(manifest, block).map_err(|e| which(0, e.into()))?;
+        let start = self.payload.len();
+        let composed = self.composer.compose(&tile, &records, &mut self.payload);
+        if let Some(encoded) = composed.map_err(|(at, e)| which(at, e))? {
+            let len = self.payload.len() - start;
+            if len > MAX_RECORD {
+                return Err(JoinFault::TooDense(block));
+            }
+            self.records.push((block, encoded, len));
+        }
+        Ok(())
+    }
+
+    /// Leaves a block behind.
+    fn leave(&mut self, block: u32) -> Result<(), JoinFault> {
+        let mut at = self.sources.iter_mut().enumerate().filter(|(_, s)| s.block() == Some(block));
+        at.try_for_each(|(i, s)| s.advance().map_err(|e| JoinFault::Input(i, e)))
+    }
+
+    fn put(&mut self, writer: &mut Writer) -> Result<(), HistoryError> {
+        let mut rest = self.payload.as_slice();
+        for (block, encoded, len) in self.records.drain(..) {
+            let (payload, after) = rest.split_at(len);
+            rest = after;
+            writer.push(block, &encoded, payload)?;
+        }
+        self.payload.clear();
+        Ok(())
+    }
 }

@@ -6,6 +6,7 @@
 //! | `reader` | a delta file read record by record |
 //! | `join` | consecutive deltas made one |
 //! | `back` | the way back to an older version |
+//! | `writer` | a delta on its way to its place |
 //! | `trail` | what a reader of an image finds in it |
 //!
 //! Owns: the directory `deltas/` of a region: which deltas are kept, which are thrown away, and the composed ones
@@ -31,10 +32,10 @@
 //!
 //! # Segments
 //!
-//! [`History::segment`] answers one file for any two versions of the chain. If there is none yet, the way is
-//! divided into aligned runs of 1, 2, 4, 8 … links, as few as possible; each run of more than one is composed and
-//! kept, since receivers that lag differently share it, and then they are composed into the one asked for, which is
-//! kept too. Callers that ask for the same one at the same time wait for the first.
+//! [`History::segment`] answers one file for any two versions of the chain. If there is none yet, it is composed from the
+//! longest files on the way that are there, links and composed ones, in one pass, and kept: a receiver that lags further
+//! shares the end of the way with it, and the next version begins with it. Callers that ask for the same one at the same
+//! time wait for the first.
 //!
 //! # Limits
 //!
@@ -61,6 +62,7 @@ mod reader;
 #[cfg(test)]
 mod tests;
 mod trail;
+mod writer;
 
 pub use self::back::Whole;
 pub use self::error::HistoryError;
@@ -81,8 +83,9 @@ use windlass_core::ranges::BlockRanges;
 use self::chain::{Held, Key, State, follows, open_file, open_segment, remove};
 use self::join::JoinFault;
 use self::reader::Fault;
+use self::writer::Writer;
 use crate::seal::DeltaFile;
-use crate::seal::draft::{self, Draft};
+use crate::seal::draft;
 use crate::stop::{Stop, Stopped};
 
 /// How much is kept.
@@ -127,6 +130,7 @@ pub struct History {
     incarnation: Incarnation,
     manifest: Arc<Manifest>,
     limits: Limits,
+    threads: usize,
     state: Mutex<State>,
 }
 
@@ -147,13 +151,14 @@ enum Outcome {
 
 impl History {
     /// Opens the history in `dir`, the region's `deltas`, which is made if it is not there, and takes over what an
-    /// earlier agent of the same incarnation left.
+    /// earlier agent of the same incarnation left. Deltas are composed by so many `threads`.
     pub fn open(
         dir: &Path,
         model_id: ModelId,
         incarnation: Incarnation,
         manifest: Arc<Manifest>,
         limits: Limits,
+        threads: usize,
     ) -> Result<History, HistoryError> {
         let name = format!("{:016x}", incarnation.0);
         let own = dir.join(&name);
@@ -161,7 +166,8 @@ impl History {
             draft::make_dir(dir).map_err(io_error("create", dir))?;
         }
         sweep_others(dir, OsStr::new(&name))?;
-        let history = History { dir: own, model_id, incarnation, manifest, limits, state: Mutex::default() };
+        let history =
+            History { dir: own, model_id, incarnation, manifest, limits, threads, state: Mutex::default() };
         let found = history.read_dir()?;
         history.lock().take_over(found);
         history.lock().evict(limits);
@@ -350,12 +356,8 @@ impl History {
         }
         let header = DeltaHeader { base: a.base, base_digest: a.base_digest, ..b.clone() };
         let path = self.path(key.0, key.1);
-        let write = |action| io_error(action, &path);
-        let draft = Draft::create(&path).map_err(write("create"))?;
         let inputs: Vec<&Segment> = inputs.iter().map(|s| &**s).collect();
-        let joined = join::join(&self.manifest, &inputs, None, &header, &draft, stop);
-        let (bytes, changes) = joined.map_err(|fault| self.judge(key, &inputs, &path, fault))?;
-        draft.place().map_err(write("place"))?;
+        let (bytes, changes) = self.write(&path, &header, &inputs, None, stop)?;
         let file = DeltaFile { path, header, bytes, changes, context_records: 0 };
         let segment = open_segment(&file)?;
         self.lock().keep(file, &segment, self.limits);
@@ -372,24 +374,33 @@ impl History {
         stop: &Stop,
     ) -> Result<Arc<Segment>, HistoryError> {
         let header = DeltaHeader { base_digest, target_digest, ..segment.header.clone() };
-        let key = (header.base.1, header.target.1);
         let path = self.dir.join("slice.wdelta");
-        let write = |action| io_error(action, &path);
-        let draft = Draft::create(&path).map_err(write("create"))?;
-        let joined = join::join(&self.manifest, &[segment], Some(blocks), &header, &draft, stop);
-        let (bytes, changes) = joined.map_err(|fault| self.judge(key, &[segment], &path, fault))?;
-        draft.place().map_err(write("place"))?;
+        let (bytes, changes) = self.write(&path, &header, &[segment], Some(blocks), stop)?;
         let file = DeltaFile { path: path.clone(), header, bytes, changes, context_records: 0 };
         let made = open_segment(&file);
-        draft::remove_if_there(&path).map_err(write("remove"))?;
+        draft::remove_if_there(&path).map_err(io_error("remove", &path))?;
         made
     }
 
+    /// Writes one delta of several; answers its length and its changes.
+    fn write(
+        &self,
+        path: &Path,
+        header: &DeltaHeader,
+        inputs: &[&Segment],
+        only: Option<&BlockRanges>,
+        stop: &Stop,
+    ) -> Result<(u64, u64), HistoryError> {
+        let writer = Writer::create(path, header)?;
+        let joined = join::join(&self.manifest, inputs, only, writer, self.threads, stop);
+        joined.map_err(|fault| self.judge((header.base.1, header.target.1), inputs, fault))?.place()
+    }
+
     /// Says what a failure to join means, and throws a broken input away.
-    fn judge(&self, (base, target): Key, inputs: &[&Segment], out: &Path, fault: JoinFault) -> HistoryError {
+    fn judge(&self, (base, target): Key, inputs: &[&Segment], fault: JoinFault) -> HistoryError {
         match fault {
             JoinFault::Stopped(source) => HistoryError::Stopped { base, target, source },
-            JoinFault::Write(source) => HistoryError::Io { action: "write", path: out.to_owned(), source },
+            JoinFault::Write(error) => error,
             JoinFault::TooDense(block) => HistoryError::TooDense { base, target, block },
             JoinFault::Input(i, fault) => {
                 let Some(input) = inputs.get(i) else { return HistoryError::Empty { base, target } };

@@ -13,7 +13,6 @@ use windlass_core::error::Kind;
 use windlass_core::identity::Identity;
 use windlass_core::manifest::TensorSpec;
 
-use super::chain::{is_aligned, runs};
 use super::*;
 use crate::seal::testing::*;
 use crate::seal::{Base, SealJob, seal};
@@ -152,7 +151,7 @@ impl Run {
 }
 
 fn open(dir: &Path, manifest: &Arc<Manifest>, limits: Limits) -> Result<History, HistoryError> {
-    History::open(dir, model(), INCARNATION, Arc::clone(manifest), limits)
+    History::open(dir, model(), INCARNATION, Arc::clone(manifest), limits, 2)
 }
 
 fn read(segment: &Segment) -> Vec<u8> {
@@ -205,15 +204,6 @@ proptest! {
         run.reopen(ROOMY);
         prop_assert!(run.history.list().iter().all(|l| l.base < l.target));
         run.check(steps, 0);
-    }
-
-    #[test]
-    fn a_span_is_made_of_few_aligned_runs(from in 0u64..1 << 40, len in 1u64..1000) {
-        let spans = runs((from, from + len));
-        prop_assert!(spans.iter().all(|&s| is_aligned(s)));
-        prop_assert_eq!((spans[0].0, spans[spans.len() - 1].1), (from, from + len));
-        prop_assert!(spans.windows(2).all(|w| w[0].1 == w[1].0));
-        prop_assert!(spans.len() <= 2 * len.ilog2() as usize + 1);
     }
 }
 
@@ -284,6 +274,42 @@ fn a_segment_that_was_composed_equals_one_that_was_sealed_where_no_block_is_dens
 }
 
 #[test]
+fn a_composition_has_the_same_bytes_whatever_the_number_of_threads() {
+    // Enough of them that each thread takes several stretches of blocks.
+    let spec = TensorSpec::new("w", Dtype::BF16, [8_000_000]);
+    let mut run = Run::new(Manifest::new([spec], BTreeMap::new()).unwrap(), 7, ROOMY);
+    for step in 0..4 {
+        let mut new = run.images[step].clone();
+        (0..400_000).for_each(|_| new[run.dice.below(16_000_000) as usize] ^= 1);
+        run.publish(new, 1);
+    }
+    assert!(run.history.list().iter().map(|l| l.bytes).sum::<u64>() > 2 << 20);
+    let mut made = Vec::new();
+    for threads in [1, 2, 5] {
+        run.history.threads = threads;
+        made.push(read(&run.segment(100, 104).unwrap()));
+        run.history.forget(100, 104);
+    }
+    assert!(made[0] == made[1] && made[0] == made[2]);
+    run.check(0, 4);
+}
+
+#[test]
+fn a_longer_way_is_composed_from_what_is_there() {
+    let run = Run::of(6, 4, ROOMY);
+    run.segment(101, 104).unwrap();
+    let pieces = |base, target| {
+        let state = run.history.lock();
+        state.pieces(state.span(base, target).unwrap())
+    };
+    assert_eq!(pieces(100, 105), [(100, 101), (101, 104), (104, 105)]);
+    assert_eq!(pieces(102, 104), [(102, 103), (103, 104)]);
+    // Not from itself: its file may have just been found broken.
+    assert_eq!(pieces(101, 104), [(101, 102), (102, 103), (103, 104)]);
+    run.check(0, 5);
+}
+
+#[test]
 fn a_history_says_why_nothing_leads_to_a_version() {
     let mut run = Run::new(odd_manifest(), 3, Limits { count: 3, ..ROOMY });
     let e = run.segment(1, 2).unwrap_err();
@@ -313,16 +339,13 @@ fn composed_deltas_go_before_links_and_the_oldest_link_first() {
     for (base, target) in [(100, 104), (101, 106), (100, 106)] {
         run.segment(base, target).unwrap();
     }
-    // Runs on the way are kept too: 101 to 106 goes over 101, 102, 104.
-    assert_eq!(run.composed(), [(100, 104), (100, 106), (101, 106), (102, 104), (104, 106)]);
-    assert_eq!(run.files().len(), 11);
-    run.segment(101, 106).unwrap();
-    let (all, links) = (run.history.bytes(), run.links().len());
-    // The runs of the shortest life go first.
-    run.reopen(ROOMY);
+    assert_eq!(run.composed(), [(100, 104), (100, 106), (101, 106)]);
+    assert_eq!(run.files().len(), 9);
+    // The one that was not used for longest goes first.
     for (base, target) in [(102, 104), (104, 106), (100, 104), (100, 106), (101, 106)] {
         run.segment(base, target).unwrap();
     }
+    let (all, links) = (run.history.bytes(), run.links().len());
     run.history.limits.bytes = all - 1;
     run.history.lock().evict(run.history.limits);
     assert_eq!(run.composed(), [(100, 104), (100, 106), (101, 106), (104, 106)]);

@@ -77,7 +77,8 @@ impl Kept {
         self.open = None;
         let dir = image.region().deltas_dir();
         let Some(limits) = self.limits else { return clear_dir(&dir) };
-        match History::open(&dir, model_id.clone(), incarnation, Arc::clone(manifest), limits) {
+        // Engines read the links; hardly anything is composed here.
+        match History::open(&dir, model_id.clone(), incarnation, Arc::clone(manifest), limits, 1) {
             Ok(history) => self.open = Some(Open { key, history }),
             Err(error) => {
                 tracing::warn!(%error, "no deltas are kept; engines load whole images");

@@ -351,6 +351,7 @@ impl Server {
             region.incarnation(),
             Arc::clone(region.manifest()),
             config.history,
+            config.threads,
         )?;
         let sender = Sender::start(config.tcp.clone())?;
         let open = |slot| {

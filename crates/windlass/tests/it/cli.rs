@@ -170,6 +170,28 @@ fn an_interrupted_command_leaves_nothing_behind() {
     assert_eq!(names(dir.path()), ["base.safetensors", "new.safetensors"]);
 }
 
+#[test]
+fn log_lines_are_objects_where_they_are_asked_for() {
+    let run = |format: &str| {
+        let mut command = command::windlass();
+        // A warning about the variable itself, and the error of the command, which is for people.
+        command
+            .args(["agent", "--region=/absent"])
+            .env("WINDLASS_LOG", "x=wrong")
+            .env("WINDLASS_LOG_FORMAT", format);
+        let out = command.output().unwrap();
+        String::from_utf8(out.stderr).unwrap()
+    };
+    let text = run("json");
+    let line = text.lines().next().unwrap_or_default();
+    let line: Value = serde_json::from_str(line).unwrap_or_else(|e| panic!("{e}: {text}"));
+    has(&line, &["timestamp", "level", "message", "error", "target"]);
+    assert!(line["level"] == "WARN" && line["message"].as_str().unwrap().contains("WINDLASS_LOG"), "{line}");
+    assert!(run("text").lines().next().unwrap().contains("WARN"));
+    let wrong = run("yaml");
+    assert!(wrong.contains("WINDLASS_LOG_FORMAT is \"yaml\": write text or json"), "{wrong}");
+}
+
 /// Runs a line of shell in which `$W` is the command.
 fn shell(dir: &std::path::Path, line: &str) -> command::Ran {
     let mut sh = std::process::Command::new("sh");
