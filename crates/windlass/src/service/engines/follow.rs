@@ -166,14 +166,16 @@ impl Follower {
             self.lead(&order);
             self.shared.update(|s| s.ahead = None);
         }
+        if self.away {
+            // Whatever it was, it may be another process now.
+            (self.prepared, self.loading, self.native) = (false, None, false);
+        }
         let mut found = match self.ask() {
             Ok(found) => found,
             Err(e) => return self.unanswered(&e),
         };
-        if self.away {
-            // Whatever it was, it may be another process now.
-            (self.away, self.prepared, self.tries) = (false, false, Tries::default());
-            (self.told, self.loading, self.native) = (None, None, false);
+        if std::mem::take(&mut self.away) {
+            (self.told, self.tries) = (None, Tries::default());
         }
         self.refusals = 0;
         match self.left_behind(&found) {

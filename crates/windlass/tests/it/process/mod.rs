@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// How long anything may take on a machine that does a lot else.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A running command whose standard output is lines of JSON.
 pub struct Process {
