@@ -3,6 +3,8 @@
 //! Owns: [`Chain`], the deltas and the anchor that a reader can use, and [`AnchorPolicy`]. Called by the follower with the
 //! indexes that it has read, and by the publisher.
 
+use std::collections::BTreeMap;
+
 use super::{DeltaRef, StoreError, VersionIndex};
 use crate::identity::{StateDigest, Version};
 
@@ -11,7 +13,7 @@ use crate::identity::{StateDigest, Version};
 pub enum Way {
     /// It has the version.
     There,
-    /// These many of the chain's last deltas lead to it.
+    /// So many deltas lead to it.
     Deltas { count: usize, bytes: u64 },
     /// The anchor and the deltas after it, of so many bytes.
     Anchor { bytes: u64 },
@@ -25,7 +27,8 @@ pub struct Chain {
     start: Version,
     digest: StateDigest,
     deltas: Vec<DeltaRef>,
-    /// Bytes of the image, and of the deltas after its start.
+    composed: Vec<DeltaRef>,
+    /// Bytes of the image, and of what leads on from its start.
     anchor: u64,
     earlier: Option<Version>,
 }
@@ -33,11 +36,12 @@ pub struct Chain {
 impl Chain {
     /// What this index says.
     pub fn new(index: &VersionIndex) -> Chain {
-        let after: u64 = index.deltas.iter().map(|d| d.bytes).fold(0, u64::saturating_add);
+        let after = bytes(&cheapest(&index.deltas, &index.composed));
         Chain {
             start: index.anchor.start,
             digest: index.anchor.digest,
             deltas: index.deltas.clone(),
+            composed: index.composed.clone(),
             anchor: index.anchor.image_bytes.saturating_add(after),
             earlier: index.earlier,
         }
@@ -50,8 +54,9 @@ impl Chain {
         if older.digest_of(self.start) != Some(self.digest) || older.anchor.start >= self.start {
             return Err(gap);
         }
-        let before = older.deltas.iter().take_while(|d| d.target <= self.start).copied();
-        self.deltas.splice(..0, before);
+        let before = |d: &&DeltaRef| d.target <= self.start;
+        self.deltas.splice(..0, older.deltas.iter().filter(before).copied());
+        self.composed.splice(..0, older.composed.iter().filter(before).copied());
         (self.start, self.digest, self.earlier) = (older.anchor.start, older.anchor.digest, older.earlier);
         Ok(())
     }
@@ -64,11 +69,10 @@ impl Chain {
     /// The cheapest way to `to`, which the chain passes, from a version with this digest. None if the chain does not pass `to`.
     pub fn way(&self, have: Option<(Version, StateDigest)>, to: Version) -> Option<Way> {
         let end = self.place(to)?;
-        let all: u64 = bytes(&self.deltas[..end]);
         let anchor = self.anchor;
         let Some((have, digest)) = have else { return Some(Way::Anchor { bytes: anchor }) };
         if have < self.start {
-            let worth = all <= self.anchor;
+            let worth = bytes(&self.over(0, end)) <= self.anchor;
             return Some(match self.earlier {
                 Some(earlier) if worth => Way::Earlier(earlier),
                 Some(_) | None => Way::Anchor { bytes: anchor },
@@ -78,9 +82,10 @@ impl Chain {
         Some(match known {
             Some(at) if at == end => Way::There,
             Some(at) if at < end => {
-                let bytes = bytes(&self.deltas[at..end]);
+                let deltas = self.over(at, end);
+                let bytes = bytes(&deltas);
                 if bytes <= self.anchor {
-                    Way::Deltas { count: end - at, bytes }
+                    Way::Deltas { count: deltas.len(), bytes }
                 } else {
                     Way::Anchor { bytes: anchor }
                 }
@@ -89,10 +94,20 @@ impl Chain {
         })
     }
 
-    /// The deltas from one version of the chain to a later one.
-    pub fn between(&self, base: Version, target: Version) -> Option<&[DeltaRef]> {
+    /// The cheapest deltas from one version of the chain to a later one.
+    pub fn between(&self, base: Version, target: Version) -> Option<Vec<DeltaRef>> {
+        let (from, to) = (self.place(base)?, self.place(target)?);
+        (from < to).then(|| self.over(from, to))
+    }
+
+    /// Every version's delta from one version of the chain to a later one.
+    pub fn each_between(&self, base: Version, target: Version) -> Option<&[DeltaRef]> {
         let (from, to) = (self.place(base)?, self.place(target)?);
         self.deltas.get(from..to).filter(|d| !d.is_empty())
+    }
+
+    fn over(&self, from: usize, to: usize) -> Vec<DeltaRef> {
+        cheapest(&self.deltas[from..to], &self.composed)
     }
 
     /// The digest of a version of the chain.
@@ -117,6 +132,38 @@ impl Chain {
     }
 }
 
+/// What leads by the fewest bytes where these deltas lead one after another, if some of them may be replaced by composed ones.
+fn cheapest(deltas: &[DeltaRef], composed: &[DeltaRef]) -> Vec<DeltaRef> {
+    let Some(first) = deltas.first() else { return Vec::new() };
+    let targets = deltas.iter().enumerate().map(|(i, d)| (d.target, i + 1));
+    let places: BTreeMap<Version, usize> = std::iter::once((first.base, 0)).chain(targets).collect();
+    // By place: the bytes of the cheapest way there, and its last step.
+    let mut best = vec![(0_u64, 0, *first)];
+    let mut steps: Vec<Vec<(usize, DeltaRef)>> =
+        deltas.iter().enumerate().map(|(i, d)| vec![(i, *d)]).collect();
+    for step in composed {
+        if let (Some(&from), Some(&to)) = (places.get(&step.base), places.get(&step.target))
+            && from < to
+        {
+            steps[to - 1].push((from, *step));
+        }
+    }
+    for here in steps {
+        let reached =
+            here.into_iter().map(|(from, step)| (best[from].0.saturating_add(step.bytes), from, step));
+        // There is at least the delta itself.
+        best.extend(reached.min_by_key(|(bytes, ..)| *bytes));
+    }
+    let (mut way, mut at) = (Vec::new(), deltas.len());
+    while at > 0 {
+        let (_, from, step) = best[at];
+        way.push(step);
+        at = from;
+    }
+    way.reverse();
+    way
+}
+
 fn bytes(deltas: &[DeltaRef]) -> u64 {
     deltas.iter().map(|d| d.bytes).fold(0, u64::saturating_add)
 }
@@ -129,8 +176,10 @@ pub struct AnchorPolicy {
 }
 
 impl AnchorPolicy {
-    /// Whether an anchor is due after these deltas. A chain that costs more than an image is of no use.
-    pub fn is_due(&self, deltas: &[DeltaRef], image_bytes: u64) -> bool {
-        deltas.len() >= (self.every as usize).min(super::MAX_DELTAS / 2) || bytes(deltas) > image_bytes
+    /// Whether an anchor is due after these deltas, some of which may be composed. A chain that costs more than an image is of
+    /// no use.
+    pub fn is_due(&self, deltas: &[DeltaRef], composed: &[DeltaRef], image_bytes: u64) -> bool {
+        deltas.len() >= (self.every as usize).min(super::MAX_DELTAS / 2)
+            || bytes(&cheapest(deltas, composed)) > image_bytes
     }
 }

@@ -76,6 +76,9 @@ pub struct VersionIndex {
     pub anchor: AnchorRef,
     /// The deltas from the anchor's start to this one, oldest first.
     pub deltas: Vec<DeltaRef>,
+    /// Deltas that each do what several of `deltas` do together, with fewer bytes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub composed: Vec<DeltaRef>,
     /// A version of this incarnation with an older anchor, whose deltas lead at least to the start of this one's.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub earlier: Option<Version>,
@@ -213,6 +216,23 @@ impl VersionIndex {
         if (at, digest) != (version, self.digest) {
             return wrong(format!("its deltas lead to version {at} with digest {digest}"));
         }
+        if self.composed.len() > self.deltas.len() {
+            return wrong(format!("it has {} composed deltas of {}", self.composed.len(), self.deltas.len()));
+        }
+        let passed = std::iter::once((anchor.start, anchor.digest));
+        let passed: BTreeMap<_, _> = passed.chain(self.deltas.iter().map(|d| (d.target, d.digest))).collect();
+        for delta in &self.composed {
+            let ends = passed.contains_key(&delta.base) && passed.get(&delta.target) == Some(&delta.digest);
+            if !ends || delta.target <= delta.base {
+                return wrong(format!(
+                    "a composed delta leads from {} to {}, which its deltas do not",
+                    delta.base, delta.target
+                ));
+            }
+            if !(1..=MAX_IMAGE).contains(&delta.bytes) {
+                return wrong(format!("the composed delta to {} has {} bytes", delta.target, delta.bytes));
+            }
+        }
         if self.earlier.is_some_and(|e| e < anchor.start || e >= version) {
             return wrong("the earlier version is not before it, or before its anchor".into());
         }
@@ -266,7 +286,7 @@ impl VersionIndex {
             (self.anchor_object(), self.anchor.index.bytes),
             (anchor.sums_object(), anchor.sums.bytes),
         ]);
-        all.extend(self.deltas.iter().map(|d| (self.delta_object(d), d.bytes)));
+        all.extend(self.deltas.iter().chain(&self.composed).map(|d| (self.delta_object(d), d.bytes)));
         all.extend(anchor.parts.iter().enumerate().map(|(i, p)| (anchor.part_object(i), p.bytes)));
         all
     }

@@ -38,6 +38,13 @@
 //! deltas from `start` to its own version. A reader lifts each block by the deltas after the version of its part. The hashes
 //! of all blocks then give the digest of the version.
 //!
+//! # Composed deltas
+//!
+//! Of many versions the same elements change again and again, so one delta over sixteen versions has about a third of the bytes of
+//! sixteen. A publisher adds such deltas between versions of the chain, under the same kind of name. An index lists them apart
+//! ([`VersionIndex::composed`]), because a reader of an older release, and one that needs every version's hashes, goes by the
+//! others.
+//!
 //! # Two publishers
 //!
 //! Every publisher moves the head from the state that it saw. If another publisher has moved it, the swap fails, and the

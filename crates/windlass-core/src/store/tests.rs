@@ -32,9 +32,16 @@ fn index(start: Version, steps: &[(u64, u64)], image_bytes: u64) -> VersionIndex
         manifest: stored,
         anchor: AnchorRef { start, digest: digest(start), version: start, image_bytes, index: stored },
         deltas,
+        composed: Vec::new(),
         earlier: None,
         unix_ms: 1,
     }
+}
+
+/// A delta that does what `count` of an index's deltas from a place on do.
+fn composed(index: &VersionIndex, from: usize, count: usize, bytes: u64) -> Option<DeltaRef> {
+    let (first, last) = (index.deltas.get(from)?, index.deltas.get(from + count - 1)?);
+    Some(DeltaRef { base: first.base, bytes, ..*last })
 }
 
 fn anchor(parts: &[(u32, Version)]) -> AnchorIndex {
@@ -107,7 +114,8 @@ fn any_changed_bit_of_a_head_or_an_index_is_noticed() {
 
 #[test]
 fn a_version_needs_nothing_that_names_do_not_allow() {
-    let index = index(3, &[(1, 10), (2, 10), (1, 10)], 100);
+    let mut index = index(3, &[(1, 10), (2, 10), (1, 10)], 100);
+    index.composed.extend(composed(&index, 0, 2, 15));
     let anchor = anchor(&[(2, 3), (1, 4), (5, 6)]);
     let (of, version) = (index.identity.incarnation, index.identity.version);
     assert!(index.needs(&anchor).keys().all(|o| o.may_be_needed_by(of, version)));
@@ -134,7 +142,8 @@ proptest! {
         steps in prop::collection::vec((1..5_u64, 1..1000_u64), 0..20),
         parts in prop::collection::vec((1..9_u32, 0..9_u64), 1..9),
     ) {
-        let index = index(start, &steps, 1 << 20);
+        let mut index = index(start, &steps, 1 << 20);
+        index.composed.extend(composed(&index, 1, 3, 77));
         prop_assert_eq!(VersionIndex::from_json(&index.to_json()), Ok(index.clone()));
         prop_assert_eq!(VersionIndex::from_object(&index.to_object()), Ok(index.clone()));
         let anchor = anchor(&parts);
@@ -154,12 +163,16 @@ proptest! {
     fn the_cheapest_chain_leads_to_the_version(
         old in prop::collection::vec((1..4_u64, 1..1000_u64), 1..12),
         new in prop::collection::vec((1..4_u64, 1..1000_u64), 1..12),
+        skips in prop::collection::vec((0..12_usize, 2..8_usize, 1..1500_u64), 0..4),
         image in 1..5000_u64,
         have in 0..60_u64,
         lies in any::<bool>(),
     ) {
-        let older = index(5, &old, image);
+        let mut older = index(5, &old, image);
         let mut newest = index(older.identity.version, &new, image);
+        for index in [&mut older, &mut newest] {
+            index.composed = skips.iter().filter_map(|&(from, count, bytes)| composed(index, from, count, bytes)).collect();
+        }
         newest.earlier = Some(older.identity.version);
         let to = newest.identity.version;
         let mut chain = Chain::new(&newest);
@@ -172,12 +185,25 @@ proptest! {
             way = chain.way(Some(has), to).unwrap();
         }
         let cost = |d: &[DeltaRef]| d.iter().map(|d| d.bytes).sum::<u64>();
-        let whole = image + cost(&newest.deltas);
+        // By every way there is, the slow way.
+        let cheapest = |from: Version, to: Version, index: &[&VersionIndex]| {
+            let mut best = BTreeMap::from([(from, 0)]);
+            for version in from + 1..=to {
+                let all = index.iter().flat_map(|i| i.deltas.iter().chain(&i.composed));
+                let here = all.filter(|d| d.target == version);
+                if let Some(b) = here.filter_map(|d| Some(best.get(&d.base)? + d.bytes)).min() {
+                    best.insert(version, b);
+                }
+            }
+            best.get(&to).copied()
+        };
+        let whole = image + cheapest(newest.anchor.start, to, &[&newest]).unwrap();
         match way {
             Way::There => prop_assert_eq!(has, (to, digest(to))),
             Way::Deltas { count, bytes } => {
                 let deltas = chain.between(have, to).unwrap();
-                prop_assert_eq!((deltas.len(), cost(deltas)), (count, bytes));
+                prop_assert_eq!((deltas.len(), cost(&deltas)), (count, bytes));
+                prop_assert_eq!(cheapest(have, to, &[&older, &newest]), Some(bytes));
                 prop_assert!(deltas.windows(2).all(|w| w[0].target == w[1].base));
                 prop_assert!(!lies && bytes <= whole && deltas[0].base == have);
                 prop_assert_eq!(chain.digest_of(have), Some(digest(have)));
@@ -186,7 +212,7 @@ proptest! {
                 prop_assert_eq!(bytes, whole);
                 // Deltas would not lead there, or cost more.
                 let deltas = chain.between(have, to);
-                prop_assert!(lies || deltas.is_none_or(|d| cost(d) > whole));
+                prop_assert!(lies || deltas.is_none_or(|d| cost(&d) > whole));
             }
             Way::Earlier(_) => prop_assert!(false, "there is nothing before the older index"),
         }
@@ -246,8 +272,15 @@ proptest! {
 fn a_document_that_contradicts_itself_is_refused() {
     type Change = fn(&mut VersionIndex);
     type ChangeAnchor = fn(&mut AnchorIndex);
-    let good = index(5, &[(1, 10), (2, 20), (1, 30)], 1000);
-    let changes: [(&str, Change); 11] = [
+    let mut good = index(5, &[(1, 10), (2, 20), (1, 30)], 1000);
+    good.composed.extend(composed(&good, 0, 2, 25));
+    assert!(good.check().is_ok());
+    let changes: [(&str, Change); 16] = [
+        ("a composed delta from nowhere", |i| i.composed[0].base = 4),
+        ("a composed delta to nowhere", |i| i.composed[0].target = 7),
+        ("a composed delta back", |i| i.composed[0] = DeltaRef { base: 9, target: 5, ..i.composed[0] }),
+        ("a composed delta to another state", |i| i.composed[0].digest = digest(1)),
+        ("more composed deltas than others", |i| i.composed = vec![i.composed[0]; 4]),
         ("a gap", |i| i.deltas[1].base += 1),
         ("a loop", |i| i.deltas[2].target = i.deltas[2].base),
         ("the last is missing", |i| drop(i.deltas.split_off(2))),
@@ -306,10 +339,13 @@ fn a_file_has_the_hash_of_its_bytes() {
 fn an_anchor_is_due_after_enough_versions_or_bytes() {
     let policy = AnchorPolicy { every: 4 };
     let deltas = |steps: &[(u64, u64)]| index(0, steps, 1).deltas;
-    assert!(!policy.is_due(&deltas(&[(1, 10); 3]), 100));
-    assert!(policy.is_due(&deltas(&[(1, 10); 4]), 100));
-    assert!(policy.is_due(&deltas(&[(1, 60); 2]), 100));
-    assert!(!policy.is_due(&[], 100));
+    assert!(!policy.is_due(&deltas(&[(1, 10); 3]), &[], 100));
+    assert!(policy.is_due(&deltas(&[(1, 10); 4]), &[], 100));
+    assert!(policy.is_due(&deltas(&[(1, 60); 2]), &[], 100));
+    // Together they have fewer bytes.
+    let both = composed(&index(0, &[(1, 60); 2], 1), 0, 2, 90);
+    assert!(!policy.is_due(&deltas(&[(1, 60); 2]), &both.into_iter().collect::<Vec<_>>(), 100));
+    assert!(!policy.is_due(&[], &[], 100));
 }
 
 #[test]

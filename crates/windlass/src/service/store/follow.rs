@@ -7,14 +7,14 @@
 //! # How a version comes
 //!
 //! - The head is read again and again, by its etag, with a pause that grows while nothing changes.
-//! - For a delta, the links of the cheapest chain are fetched into a [`History`] next to the image, each as many ranges at once
-//!   and compared with the hash in its name. The history composes them into one. The links stay until the version is
-//!   whole, so that a follower that is killed goes on with those that it has.
+//! - For a delta, the links of the cheapest way are fetched into a [`History`] next to the image, each as many ranges at once
+//!   and compared with the hash in its name; a link may be one that the publisher composed. The history composes them into
+//!   one. The links stay until the version is whole, so that a follower that is killed goes on with those that it has.
 //! - For image bytes, ranges of the anchor's parts are fetched at once and land in the image; each block is compared with its
 //!   hash. Memory is bounded by [`STRIPE`] and [`STREAMS`].
 //! - After a kill, the image's hashes are compared with the anchor's, and with those that each delta leads to.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::num::NonZeroU16;
 use std::os::unix::fs::FileExt as _;
@@ -50,6 +50,7 @@ use windlass_data::tcp::{Landing, TcpError, Watch};
 
 use super::bucket::StoreFailure;
 use super::model::{Look, Pick, StoredModel, Tag};
+use super::publish::is_damage;
 use crate::error::chain;
 
 /// Bytes of a range.
@@ -234,35 +235,64 @@ impl StoreControl {
         Ok((stored, None))
     }
 
-    /// One delta from `base` to `target`, and the bytes that were fetched for it.
-    fn segment(&self, links: &[DeltaRef], stop: &Stop) -> Result<(Arc<Segment>, u64), ControlError> {
+    /// One delta from `base` to `target`, and the bytes that were fetched for it. None if the chain does not lead there.
+    fn segment(
+        &self,
+        stored: &Stored,
+        (base, target): (Version, Version),
+        stop: &Stop,
+    ) -> Result<Option<(Arc<Segment>, u64)>, ControlError> {
         const WHAT: &str = "get a delta";
-        let stored = self.stored()?;
-        let local = |e: &dyn std::error::Error| self.odd(WHAT, Kind::Exhausted, chain(e));
-        let history = self.history(&stored, stop)?;
-        let (Some(first), Some(last)) = (links.first(), links.last()) else {
-            return Err(self.odd(WHAT, Kind::Bug, "a chain without links".into()));
-        };
+        let history = self.history(stored, stop)?;
         let had = history.versions();
-        // What is there goes on if the links lead on from its newest, and begins anew otherwise.
-        let begun = had.contains(&first.base);
-        let at =
-            had.last().copied().filter(|at| begun && links.iter().any(|l| l.target == *at || l.base == *at));
-        let whole = begun && had.contains(&last.target);
-        if at.is_none() && !whole {
+        let mut fetched = 0;
+        if !had.contains(&base) || !had.contains(&target) {
+            // What is there is the beginning of the way, if the chain leads on from its end.
+            let newest = had.last().copied().filter(|_| had.contains(&base));
+            let on = newest.and_then(|newest| stored.chain.between(newest, target));
+            let Some(links) = on.or_else(|| stored.chain.between(base, target)) else { return Ok(None) };
+            fetched = match self.fetch(stored, &history, &links, stop) {
+                Err(e) if is_damage(e.kind()) => match stored.chain.each_between(base, target) {
+                    Some(each) if each.len() > links.len() => {
+                        tracing::warn!(error = %e, "a composed delta cannot be used: those of every version are fetched");
+                        self.fetch(stored, &history, each, stop)
+                    }
+                    Some(_) | None => Err(e),
+                },
+                fetched => fetched,
+            }?;
+        }
+        let segment = history.segment(base, target, stop).map_err(|e| match e.kind() {
+            Kind::Corrupt => self.odd(WHAT, Kind::Corrupt, chain(&e)),
+            _ => self.odd(WHAT, Kind::Exhausted, chain(&e)),
+        })?;
+        Ok(Some((segment, fetched)))
+    }
+
+    /// Makes sure that the history has these links, which lead one after another. What is there goes on if they lead on from its
+    /// end, and begins anew otherwise. Answers how many bytes were fetched.
+    fn fetch(
+        &self,
+        stored: &Stored,
+        history: &History,
+        links: &[DeltaRef],
+        stop: &Stop,
+    ) -> Result<u64, ControlError> {
+        let had: BTreeSet<_> =
+            history.list().iter().filter(|l| !l.composed).map(|l| (l.base, l.target)).collect();
+        let mut missing =
+            links.iter().position(|l| !had.contains(&(l.base, l.target))).unwrap_or(links.len());
+        let leads_on = |link: &DeltaRef| history.versions().last() == Some(&link.base);
+        if links.get(missing).is_some_and(|link| !leads_on(link)) {
             history.clear();
+            missing = 0;
         }
         let mut fetched = 0;
-        let missing = links.iter().filter(|l| !whole && at.is_none_or(|at| l.base >= at));
-        for link in missing {
-            self.fetch_link(&stored, &history, link, stop)?;
+        for link in links.get(missing..).unwrap_or_default() {
+            self.fetch_link(stored, history, link, stop)?;
             fetched += link.bytes;
         }
-        let segment = history.segment(first.base, last.target, stop).map_err(|e| match e.kind() {
-            Kind::Corrupt => self.odd(WHAT, Kind::Corrupt, chain(&e)),
-            _ => local(&e),
-        })?;
-        Ok((segment, fetched))
+        Ok(fetched)
     }
 
     fn history(&self, stored: &Stored, stop: &Stop) -> Result<Arc<History>, ControlError> {
@@ -274,8 +304,9 @@ impl StoreControl {
         let failed = |why: String| self.odd("keep deltas", Kind::Exhausted, why);
         make_dir(&self.links).map_err(|e| failed(format!("{}: {e}", self.links.display())))?;
         let limits = Limits { count: windlass_core::store::MAX_DELTAS, bytes: u64::MAX };
-        let history =
-            History::open(&self.links, self.model.model_id().clone(), incarnation, manifest, limits);
+        let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let model_id = self.model.model_id().clone();
+        let history = History::open(&self.links, model_id, incarnation, manifest, limits, threads);
         let history = Arc::new(history.map_err(|e| failed(chain(&e)))?);
         self.state().history = Some((incarnation, Arc::clone(&history)));
         Ok(history)
@@ -452,29 +483,22 @@ impl StoreControl {
     fn grant_delta(
         &self,
         stored: &Stored,
-        links: &[DeltaRef],
+        (base, target): (Version, Version),
         stop: &Stop,
     ) -> Result<TransferAnswer, ControlError> {
-        let (Some(first), Some(last)) = (links.first(), links.last()) else {
+        let digests = (stored.chain.digest_of(base), stored.chain.digest_of(target));
+        let (Some(base_digest), Some(digest)) = digests else { return Ok(refused("its base is unknown")) };
+        let Some((segment, fetched)) = self.segment(stored, (base, target), stop)? else {
             return Ok(refused("there is no delta"));
         };
-        let Some(base_digest) = stored.chain.digest_of(first.base) else {
-            return Ok(refused("its base is unknown"));
-        };
-        let (segment, fetched) = self.segment(links, stop)?;
         let named = |version| Identity { version, ..stored.index.identity.clone() };
-        let base = Base { identity: named(first.base), digest: base_digest };
+        let why = format!("{fetched} bytes of deltas lead from version {base}");
+        let base = Base { identity: named(base), digest: base_digest };
         let payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)], sums: Vec::new() }];
         let all = BlockRanges::from(0..self.layout(stop)?.cuts().blocks());
-        let versions = BlockVersions::uniform(&all, last.target);
-        let why = format!("{} deltas of {fetched} bytes lead from version {}", links.len(), first.base);
+        let versions = BlockVersions::uniform(&all, target);
         let mode = Mode::Delta { base, payloads };
-        self.grant(
-            Cargo::Delta(segment, fetched),
-            (mode, named(last.target), last.digest),
-            (all, versions),
-            why,
-        )
+        self.grant(Cargo::Delta(segment, fetched), (mode, named(target), digest), (all, versions), why)
     }
 }
 
@@ -568,14 +592,12 @@ impl Control for StoreControl {
             RequestMode::Full => self.grant_image(request.wanted.as_ref(), stop),
             RequestMode::Delta | RequestMode::Auto => {
                 let (stored, way) = self.way(have, to, stop)?;
-                let between = have.and_then(|(version, _)| stored.chain.between(version, to));
-                match (way, request.mode, between) {
-                    (Some(Way::Deltas { .. }), _, Some(links)) => self.grant_delta(&stored, links, stop),
+                let base = have.filter(|(v, d)| stored.chain.digest_of(*v) == Some(*d)).map(|(v, _)| v);
+                match (way, request.mode, base) {
+                    (Some(Way::Deltas { .. }), _, Some(base)) => self.grant_delta(&stored, (base, to), stop),
                     // What costs more than the anchor is still what was asked for.
-                    (Some(Way::Anchor { .. }), RequestMode::Delta, Some(links))
-                        if have.is_some_and(|(v, d)| stored.chain.digest_of(v) == Some(d)) =>
-                    {
-                        self.grant_delta(&stored, links, stop)
+                    (Some(Way::Anchor { .. }), RequestMode::Delta, Some(base)) if base < to => {
+                        self.grant_delta(&stored, (base, to), stop)
                     }
                     (_, RequestMode::Auto, _) => self.grant_image(request.wanted.as_ref(), stop),
                     (_, RequestMode::Delta | RequestMode::Full, _) => {
@@ -612,9 +634,9 @@ impl Carrier for StoreControl {
         if stored.index.deltas.is_empty() {
             return Ok(());
         }
-        // All of them: the receiver will need them.
-        self.segment(&stored.index.deltas, stop)?;
+        // Every version of the chain: the blocks may be of any of them.
         let history = self.history(&stored, stop)?;
+        self.fetch(&stored, &history, &stored.index.deltas, stop)?;
         let all = BlockRanges::from(0..anchored.index.blocks);
         for link in &stored.index.deltas {
             let path = history.path(link.base, link.target);

@@ -10,7 +10,9 @@
 //! 2. If an anchor is due, some of its parts are copied from the slot that is whole now, and uploaded. The version of that slot
 //!    becomes one that the deltas pass.
 //! 3. If an anchor is complete, the index of the newest uploaded version is written, and the head is moved.
-//! 4. Versions beyond the limits are removed, indexes first.
+//! 4. Once there are enough deltas since the last time, one that does what all of them do is composed and uploaded. The next
+//!    index lists it.
+//! 5. Versions beyond the limits are removed, indexes first.
 //!
 //! If no delta leads on from the last uploaded version, the next one begins with an anchor.
 //!
@@ -59,6 +61,10 @@ const REMINDER: Duration = Duration::from_mins(1);
 const LOOK: Duration = Duration::from_millis(500);
 /// How long what is under way may take when the agent is told to end.
 const DRAIN: Duration = Duration::from_secs(10);
+/// So many deltas are composed into one. The history keeps as many unless it is told otherwise.
+const COMPOSED: usize = 16;
+/// So many, if there are newer versions already, because the history may soon lead no further back.
+const COMPOSED_LATE: usize = 8;
 /// How long one round may take.
 const ROUND: Duration = Duration::from_hours(6);
 
@@ -197,6 +203,9 @@ struct Uploaded {
     tip: Option<(Version, StateDigest)>,
     /// The deltas from the start of the anchor, or of the one that is uploaded now, to the tip.
     deltas: Vec<DeltaRef>,
+    /// Deltas that do what several of those do, and the version up to which they were looked at.
+    composed: Vec<DeltaRef>,
+    looked: Version,
     anchor: Option<(AnchorRef, AnchorIndex)>,
     manifest: Option<Stored>,
     /// The last version whose index was written, and the state of the head.
@@ -330,6 +339,7 @@ impl Task {
         let before = self.uploading.as_ref().map(|u| u.done.len());
         self.upload_parts(stop)?;
         self.publish(stop)?;
+        self.compose(stop)?;
         self.remove_old(stop)?;
         // A trainer that has the slot leaves nothing to copy for now.
         let moved = self.uploading.as_ref().map(|u| u.done.len()) != before;
@@ -361,6 +371,8 @@ impl Task {
                         chain.earlier = index.earlier;
                         chain.anchor = Some((index.anchor, anchor));
                         chain.deltas = index.deltas;
+                        chain.looked = index.composed.last().map_or(0, |d| d.target);
+                        chain.composed = index.composed;
                     }
                     Err(e) if is_damage(e.kind) => {
                         tracing::warn!(error = %e, "the newest version cannot be led on from: the next one begins with an anchor");
@@ -378,7 +390,7 @@ impl Task {
     fn anchor_is_due(&self) -> bool {
         let Some((anchor, _)) = &self.chain.anchor else { return false };
         // A version between two publications does not count twice.
-        self.options.anchor.is_due(&self.chain.deltas, anchor.image_bytes)
+        self.options.anchor.is_due(&self.chain.deltas, &self.chain.composed, anchor.image_bytes)
     }
 
     /// Begins an anchor at the tip, or at the slot that is whole now if nothing leads on.
@@ -389,6 +401,7 @@ impl Task {
                 let Some(slot) = self.server.newest_slot() else { return };
                 self.chain = Uploaded { tip: Some((slot.version, slot.digest)), ..self.chain.clone() };
                 self.chain.deltas.clear();
+                self.chain.composed.clear();
                 (self.chain.anchor, self.chain.earlier) = (None, None);
                 (slot.version, slot.digest)
             }
@@ -439,6 +452,32 @@ impl Task {
         self.chain.deltas.push(delta);
         self.chain.tip = Some((delta.target, delta.digest));
         Ok(true)
+    }
+
+    /// Uploads one delta that does what the last ones do, if there are enough of them and it has clearly fewer bytes.
+    fn compose(&mut self, stop: &Stop) -> Result<(), PublishError> {
+        let from = self.chain.deltas.partition_point(|d| d.base < self.chain.looked);
+        let (Some(first), Some(last)) = (self.chain.deltas.get(from), self.chain.deltas.last()) else {
+            return Ok(());
+        };
+        let (base, target) = (first.base, last.target);
+        let late = self.server.version().version.is_some_and(|newest| newest > target);
+        let deltas = &self.chain.deltas[from..];
+        if deltas.len() < if late { COMPOSED_LATE } else { COMPOSED } {
+            return Ok(());
+        }
+        let apart: u64 = deltas.iter().map(|d| d.bytes).fold(0, u64::saturating_add);
+        match self.server.segment(base, target, stop) {
+            Ok(segment) if segment.bytes <= apart / 4 * 3 => {
+                let delta = self.upload_delta(&segment, stop)?;
+                self.chain.composed.push(delta);
+            }
+            Ok(segment) => tracing::debug!(base, target, apart, bytes = segment.bytes, "not worth composing"),
+            Err(e) if stop.is_set() => return Err(e.into()),
+            Err(e) => tracing::debug!(base, target, why = chain(&e), "not composed"),
+        }
+        self.chain.looked = target;
+        Ok(())
     }
 
     fn start_over(&mut self, why: &str) {
@@ -536,6 +575,7 @@ impl Task {
             }
         };
         self.chain.deltas.retain(|d| d.base >= anchor.start);
+        self.chain.composed.retain(|d| d.base >= anchor.start);
         // The last index with the anchor before leads at least to the start of this one.
         self.chain.earlier =
             self.chain.published.filter(|p| self.chain.anchor.is_some() && *p >= anchor.start);
@@ -602,6 +642,7 @@ impl Task {
             manifest: stored,
             anchor,
             deltas: self.chain.deltas.clone(),
+            composed: self.chain.composed.clone(),
             earlier: self.chain.earlier,
             unix_ms: now_ms(),
         };
@@ -702,7 +743,7 @@ impl Task {
         let incarnation = self.incarnation();
         let delta =
             |d: &DeltaRef| Object::Delta { incarnation, base: d.base, target: d.target, hash: d.hash };
-        self.chain.deltas.iter().map(delta).collect()
+        self.chain.deltas.iter().chain(&self.chain.composed).map(delta).collect()
     }
 
     fn write(&mut self, object: &Object, bytes: Bytes, stop: &Stop) -> Result<(), PublishError> {

@@ -166,6 +166,7 @@ impl Show {
             object.insert("url".into(), self.place.url.as_str().into());
             object.insert("objects".into(), needs.iter().map(name).collect());
             object.insert("chain".into(), serde_json::to_value(&index.deltas).unwrap_or_default());
+            object.insert("composed".into(), serde_json::to_value(&index.composed).unwrap_or_default());
         }
         session.finish(object, |out| {
             let _ = writeln!(out, "{}", index.identity);
@@ -178,8 +179,10 @@ impl Show {
                 (start, end) => format!("versions {start} to {end}"),
             };
             let _ = writeln!(out, "  anchor   {parts} parts of {of}, {image}");
-            let after: u64 = index.deltas.iter().map(|d| d.bytes).sum();
-            let _ = writeln!(out, "  deltas   {}, {}", index.deltas.len(), bytes(after));
+            for (what, deltas) in [("deltas  ", &index.deltas), ("composed", &index.composed)] {
+                let total: u64 = deltas.iter().map(|d| d.bytes).sum();
+                let _ = writeln!(out, "  {what} {}, {}", deltas.len(), bytes(total));
+            }
             let _ = writeln!(out, "  to fetch {} without an earlier version", bytes(fetched(&index)));
             let mut table = Table::new(["OBJECT", "BYTES"]);
             for (object, len) in &needs {

@@ -156,6 +156,13 @@ struct Anchored {
     table: SumTable,
 }
 
+impl Anchored {
+    /// Of which version a block of the anchor is.
+    fn version_of(&self, block: u32) -> Option<Version> {
+        self.index.part_of(block).and_then(|part| self.index.parts.get(part)).map(|part| part.version)
+    }
+}
+
 /// A part that was read, and its length.
 type ReadPart = (Object, u64, Result<(), StoreFailure>);
 
@@ -163,6 +170,8 @@ type ReadPart = (Object, u64, Result<(), StoreFailure>);
 struct Lifted {
     links: Vec<DeltaRef>,
     table: SumTable,
+    /// As it was where composed deltas begin.
+    bases: BTreeMap<Version, SumTable>,
     /// Whether all links could be read.
     whole: bool,
 }
@@ -178,7 +187,14 @@ impl Group<'_> {
         let total = longest.needs(&anchor.index).values().sum();
         let progress = session.progress("hashing", total);
         let parts = self.parts(&anchor, &progress, stop)?;
-        let fresh = || Lifted { links: Vec::new(), table: anchor.table.clone(), whole: parts };
+        let fresh = || Lifted {
+            links: Vec::new(),
+            table: anchor.table.clone(),
+            bases: BTreeMap::new(),
+            whole: parts,
+        };
+        let composed: BTreeMap<Object, DeltaRef> =
+            group.iter().flat_map(|i| i.composed.iter().map(|d| (i.delta_object(d), *d))).collect();
         let mut lifted = fresh();
         for index in group {
             stop.check()?;
@@ -192,7 +208,13 @@ impl Group<'_> {
                 lifted = fresh();
             }
             for link in index.deltas.get(lifted.links.len()..).unwrap_or_default() {
+                if composed.values().any(|d| d.base == link.base) {
+                    lifted.bases.insert(link.base, lifted.table.clone());
+                }
                 self.lift(&mut lifted, index, link, &anchor, &progress, stop)?;
+                for (object, delta) in composed.iter().filter(|(_, d)| d.target == link.target) {
+                    self.composed(&lifted, object, delta, &anchor, stop)?;
+                }
             }
             let right =
                 lifted.digest(&anchor, index.identity.version).is_none_or(|found| found == index.digest);
@@ -293,21 +315,50 @@ impl Group<'_> {
         }
         Ok(())
     }
+
+    /// Reads a composed delta, and compares it with the deltas that it stands for. No version is lost without it.
+    fn composed(
+        &mut self,
+        lifted: &Lifted,
+        object: &Object,
+        delta: &DeltaRef,
+        anchor: &Anchored,
+        stop: &Stop,
+    ) -> Result<(), Error> {
+        if self.seen.contains(object) {
+            return Ok(());
+        }
+        self.count(*object, delta.bytes);
+        let stored = Stored { hash: delta.hash, bytes: delta.bytes };
+        let read = self.report.passes(self.model, object, self.model.proved(object, stored, stop))?;
+        if let Some(bytes) = read
+            && let Err(why) = lifted.agrees(&bytes, delta, anchor)
+        {
+            let name = self.model.name(object);
+            self.report.damaged.entry(name.clone()).or_insert_with(|| format!("{name}: {why}"));
+        }
+        Ok(())
+    }
+}
+
+/// A delta between the versions that its index says.
+fn parsed<'a>(bytes: &'a [u8], link: &DeltaRef) -> Result<Delta<'a>, String> {
+    let delta = Delta::parse(bytes).map_err(|e| e.to_string())?;
+    let header = &delta.header;
+    if (header.base.1, header.target.1, header.target_digest) != (link.base, link.target, link.digest) {
+        return Err("it leads between other versions than its index says".into());
+    }
+    Ok(delta)
 }
 
 impl Lifted {
     fn apply(&mut self, bytes: &[u8], link: &DeltaRef, anchor: &Anchored) -> Result<(), String> {
-        let delta = Delta::parse(bytes).map_err(|e| e.to_string())?;
-        let header = &delta.header;
-        if (header.base.1, header.target.1, header.target_digest) != (link.base, link.target, link.digest) {
-            return Err("it leads between other versions than its index says".into());
-        }
+        let delta = parsed(bytes, link)?;
         let mut near = 0;
         for record in delta.records() {
             near = anchor.manifest.cuts().tensor_of(record.block, near).map_err(|e| e.to_string())?;
             // A part may be of a later version than the delta leads to.
-            let part = anchor.index.part_of(record.block).and_then(|part| anchor.index.parts.get(part));
-            if part.is_some_and(|p| p.version < link.target) {
+            if anchor.version_of(record.block).is_some_and(|version| version < link.target) {
                 self.table.set(record.block, near, record.sum);
             }
         }
@@ -317,6 +368,27 @@ impl Lifted {
             }
             Some(_) | None => Ok(()),
         }
+    }
+
+    /// Whether a composed delta leads where those lead that have lifted the table to its target.
+    fn agrees(&self, bytes: &[u8], delta: &DeltaRef, anchor: &Anchored) -> Result<(), String> {
+        let found = parsed(bytes, delta)?;
+        let Some(base) = self.bases.get(&delta.base).filter(|_| self.whole) else { return Ok(()) };
+        for block in 0..anchor.index.blocks {
+            // What the table has of parts of later versions is not of these.
+            let version = anchor.version_of(block);
+            let (before, after) = (base.get(block), self.table.get(block));
+            let right = match found.find(block) {
+                Some(record) => record.sum == after || version.is_none_or(|v| v > delta.target),
+                None => before == after || version.is_none_or(|v| v > delta.base),
+            };
+            if !right {
+                return Err(format!(
+                    "it leads to another state of block {block} than the deltas that it stands for"
+                ));
+            }
+        }
+        Ok(())
     }
 
     /// The digest of a version, unless parts of the anchor are of later ones.

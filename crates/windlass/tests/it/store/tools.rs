@@ -136,6 +136,59 @@ fn verify_names_what_is_damaged_and_the_versions_that_it_costs() {
 }
 
 #[test]
+fn many_versions_are_caught_up_by_a_composed_delta() {
+    let home = home();
+    let url = format!("file://{}/run", home.path().display());
+    let mut trainer = trainer(&home.path().join("region"));
+    let agent = agent(&trainer.region, &url, &["--history=32"]);
+    stored(&mut trainer, &agent, 1);
+    let behind = |name: &str| {
+        let dir = home.path().join(name);
+        let mut receiver = receive(&url, &dir, &["--version=1"]);
+        shown(&receiver, 1);
+        assert_eq!(receiver.ends_within(PATIENCE), 0);
+        dir
+    };
+    let (a, b) = (behind("a"), behind("b"));
+    let digest = (2..19).map(|version| stored(&mut trainer, &agent, version)).last().unwrap();
+    let (_, index) = run(&["store", "show", &url]);
+    let number = |delta: &Value, field: &str| delta[field].as_u64().unwrap();
+    let (chain, composed) = (index["chain"].as_array().unwrap(), index["composed"].as_array().unwrap());
+    let bytes = |base: u64, target: u64| -> u64 {
+        let on_the_way = chain.iter().filter(|d| number(d, "base") >= base && number(d, "target") <= target);
+        on_the_way.map(|d| number(d, "bytes")).sum()
+    };
+    assert!(!composed.is_empty(), "{index}");
+    for delta in composed {
+        let apart = bytes(number(delta, "base"), number(delta, "target"));
+        assert!(number(delta, "bytes") * 4 <= apart * 3, "{delta} for {apart} bytes");
+    }
+    let caught_up = |dir: &Path| {
+        let mut receiver = receive(&url, dir, &["--until=18"]);
+        let line = shown(&receiver, 18);
+        assert_eq!(
+            (&line["image"]["digest"], &line["mode"]),
+            (&digest.as_str().into(), &"delta".into()),
+            "{line}"
+        );
+        assert_eq!(receiver.ends_within(PATIENCE), 0);
+        number(&line, "wire_bytes")
+    };
+    let saved = composed.iter().map(|d| bytes(number(d, "base"), number(d, "target")) - number(d, "bytes"));
+    assert_eq!(caught_up(&a), bytes(1, 18) - saved.sum::<u64>());
+    let (code, line) = run(&["store", "verify", &url]);
+    assert_eq!((code, damage(&line)), (0, (vec![], vec![])), "{line}");
+    // Without it there are those of every version.
+    let (base, target) = (number(&composed[0], "base"), number(&composed[0], "target"));
+    let file = objects(home.path(), &format!("/{base:020}-{target:020}-")).remove(0);
+    flip(&file);
+    assert!(caught_up(&b) >= bytes(1, 18));
+    let (code, line) = run(&["store", "verify", &url]);
+    let name = file.strip_prefix(home.path().join("run")).unwrap().to_str().unwrap().to_owned();
+    assert_eq!((code, damage(&line)), (1, (vec![name], vec![])), "{line}");
+}
+
+#[test]
 fn prune_removes_the_oldest_versions_while_a_publisher_and_a_follower_run() {
     let home = home();
     let url = format!("file://{}/run", home.path().display());
