@@ -26,7 +26,7 @@ READY := .venv/ready
 COMPILED := target/torch-extensions/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
-PYCODE := python tests examples scripts/stubs.py scripts/entry_points.py scripts/docs_site.py
+PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py scripts/entry_points.py scripts/docs_site.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo build test check test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs

@@ -7,6 +7,7 @@
 mod config;
 mod controller;
 mod gate;
+mod init;
 #[cfg(feature = "lab")]
 mod lab;
 mod publish;
@@ -23,6 +24,7 @@ use clap::{ArgGroup, Args, CommandFactory as _, Parser, Subcommand};
 
 use self::controller::ParsedController;
 use self::gate::ParsedGate;
+use self::init::ParsedInit;
 #[cfg(feature = "lab")]
 use self::lab::{ParsedBench, ParsedDemo, ParsedRank};
 use self::publish::ParsedPublish;
@@ -93,6 +95,11 @@ enum ParsedCommand {
     #[cfg(feature = "lab")]
     #[command(subcommand)]
     Bench(ParsedBench),
+    /// Write a windlass.toml and minimal scripts of a trainer and an engine, for the frameworks that are installed
+    ///
+    /// Asks the Python interpreter which of TRL, verl, SkyRL, OpenRLHF, transformers, Lightning, Accelerate, DeepSpeed and torch,
+    /// and which of vLLM and SGLang, it has, without importing them. If one of the files exists, nothing is written.
+    Init(ParsedInit),
     /// Check this machine, recommend settings, and explain which transport would be chosen
     Doctor {
         /// Directory in which trainers will create regions
@@ -256,6 +263,7 @@ impl ParsedCommand {
             | ParsedCommand::Diff { .. }
             | ParsedCommand::Inspect { .. }
             | ParsedCommand::Verify(_)
+            | ParsedCommand::Init(_)
             | ParsedCommand::Doctor { .. }
             | ParsedCommand::Gate(_)
             | ParsedCommand::Top(_)
@@ -299,6 +307,10 @@ impl ParsedCommand {
                 done(move |s| inspect.run(s))
             }
             ParsedCommand::Verify(verify) => verify.check()?,
+            ParsedCommand::Init(init) => {
+                let init = init.check();
+                done(move |s| init.run(s))
+            }
             ParsedCommand::Doctor { region_dir, model_bytes } => {
                 let doctor = doctor::Doctor { region_dir, model_bytes };
                 Box::new(move |s| doctor.run(s))

@@ -4,7 +4,7 @@
 //! one's; a program that embeds the crate sets once how to start the command.
 
 use std::ffi::OsString;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
@@ -32,6 +32,14 @@ pub fn words() -> Result<Vec<OsString>, Error> {
     }
     let own = std::env::current_exe().map_err(Error::io("find", Path::new("this program")))?;
     Ok(vec![own.into_os_string()])
+}
+
+/// The Python interpreter that runs the command, if it is `python -m windlass` or the script of the package.
+pub fn interpreter() -> Option<PathBuf> {
+    match WORDS.get()?.0.as_slice() {
+        [python, module, ..] if module == "-m" && !python.is_empty() => Some(python.into()),
+        _ => None,
+    }
 }
 
 /// The command, without arguments.

@@ -11,6 +11,7 @@
 //! | [`gate`] | `windlass gate` |
 //! | [`top`] | `windlass top` |
 //! | [`doctor`] | `windlass doctor` |
+//! | [`init`] | `windlass init` |
 //! | [`limits`] | how fast this machine reads, copies and sends |
 //! | [`outfile`] | atomic output files |
 
@@ -19,6 +20,7 @@ pub(crate) mod diff;
 pub(crate) mod doctor;
 pub(crate) mod gate;
 pub(crate) mod gc;
+pub(crate) mod init;
 pub(crate) mod inspect;
 pub(crate) mod limits;
 pub(crate) mod outfile;

@@ -13,6 +13,8 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
 use windlass_data::file::INDEX;
 
 use crate::error::Error;
@@ -39,12 +41,20 @@ impl OutFile {
             return Err(Error::Usage(format!("{} names a directory, not a file to write", target.display())));
         }
         refuse_inputs(target, inputs)?;
-        let target = follow(&place)?;
+        OutFile::begin(follow(&place)?, None)
+    }
+
+    /// Begins a file at `target` itself, even if a symbolic link is there, with the mode that it will have.
+    pub(crate) fn create_here(target: &Path, mode: u32) -> Result<OutFile, Error> {
+        OutFile::begin(check_place(target)?, Some(mode))
+    }
+
+    fn begin(target: PathBuf, mode: Option<u32>) -> Result<OutFile, Error> {
         let temp = beside(&target, "tmp")?;
         let file = lock_file(&temp, &target)?;
         // Only the owner of the lock may throw away what a killed run has left.
         file.set_len(0).map_err(Error::io("truncate", &temp))?;
-        Ok(OutFile { file, temp, target, mode: None, committed: false })
+        Ok(OutFile { file, temp, target, mode, committed: false })
     }
 
     /// Gives the file the mode of `source` at its commit. Until then only the owner can read it.
@@ -67,14 +77,38 @@ impl OutFile {
 
     /// Makes the bytes durable and puts the file in its place.
     pub(crate) fn commit(mut self) -> Result<(), Error> {
+        self.finish()?;
+        fs::rename(&self.temp, &self.target).map_err(Error::io("replace", &self.target))?;
+        self.committed = true;
+        sync_parent(&self.target)
+    }
+
+    /// The same, but fails with [`io::ErrorKind::AlreadyExists`] if anything is at the target.
+    pub(crate) fn commit_new(mut self) -> Result<(), Error> {
+        self.finish()?;
+        put_new(&self.temp, &self.target).map_err(Error::io("create", &self.target))?;
+        self.committed = true;
+        sync_parent(&self.target)
+    }
+
+    fn finish(&self) -> Result<(), Error> {
         if let Some(mode) = self.mode {
             let set = self.file.set_permissions(Permissions::from_mode(mode));
             set.map_err(Error::io("protect", &self.temp))?;
         }
-        self.file.sync_all().map_err(Error::io("write", &self.temp))?;
-        fs::rename(&self.temp, &self.target).map_err(Error::io("replace", &self.target))?;
-        self.committed = true;
-        sync_parent(&self.target)
+        self.file.sync_all().map_err(Error::io("write", &self.temp))
+    }
+}
+
+/// Renames `temp` unless anything is at `target`.
+fn put_new(temp: &Path, target: &Path) -> io::Result<()> {
+    match renameat_with(CWD, temp, CWD, target, RenameFlags::NOREPLACE) {
+        // NFS has no such rename; it has links, which do not replace either.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::NOTSUP) => {
+            fs::hard_link(temp, target)?;
+            fs::remove_file(temp)
+        }
+        renamed => renamed.map_err(io::Error::from),
     }
 }
 
@@ -283,6 +317,26 @@ mod tests {
         out.file().write_all(b"new").unwrap();
         out.commit().unwrap();
         assert_eq!((fs::read(&target).unwrap(), names(dir.path())), (b"new".to_vec(), vec!["out".into()]));
+    }
+
+    #[test]
+    fn a_new_file_replaces_nothing_and_follows_no_link() {
+        let dir = tempfile::tempdir().unwrap();
+        let (target, other) = (dir.path().join("out"), dir.path().join("other"));
+        std::os::unix::fs::symlink(&other, &target).unwrap();
+        let out = OutFile::create_here(&target, 0o755).unwrap();
+        let refused = out.commit_new().unwrap_err();
+        assert!(matches!(refused, Error::Io { source, .. } if source.kind() == io::ErrorKind::AlreadyExists));
+        assert_eq!(names(dir.path()), ["out"]);
+        OutFile::create_here(&target, 0o755).unwrap().commit().unwrap();
+        let meta = fs::symlink_metadata(&target).unwrap();
+        assert!(meta.is_file() && meta.mode() & 0o7777 == 0o755 && !other.exists());
+        fs::remove_file(&target).unwrap();
+        OutFile::create_here(&target, 0o644).unwrap().commit_new().unwrap();
+        assert_eq!(
+            (fs::metadata(&target).unwrap().mode() & 0o7777, names(dir.path())),
+            (0o644, vec!["out".into()])
+        );
     }
 
     #[test]

@@ -16,6 +16,7 @@ mod doctor;
 mod engine;
 mod engines;
 mod examples;
+mod init;
 mod nixl;
 mod observe;
 mod peers;
