@@ -88,10 +88,10 @@ def test_the_trainer_and_the_follower_that_init_writes_agree_on_every_version(
     assert [command.split()[-1] for command in told["next"]] == ["train.py", "follow.py"]
 
     set_apart(tmp_path, apart)
-    trainer = start(tmp_path, "train.py", "120")
+    trainer = start(tmp_path, "train.py", "300")
     follower = start(tmp_path, "follow.py", "3")
     try:
-        followed, errors = follower.communicate(timeout=100)
+        followed, errors = follower.communicate(timeout=280)
         assert follower.returncode == 0, errors
         trainer.send_signal(signal.SIGINT)
         trained, errors = trainer.communicate(timeout=60)
