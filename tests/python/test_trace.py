@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -298,3 +300,27 @@ def test_a_parameter_that_is_written_twice_is_not_replayed() -> None:
             return set()
 
     assert "not written wholly" in judged(Twice(), sources()).why["norm"]
+
+
+FIRST_REHEARSAL = """
+import sys
+import torch
+from windlass.load.live import Live
+from windlass.load.trace import Target, trace
+
+weight = torch.zeros(4)
+Live(None)
+before = set(sys.modules)
+found = trace(lambda weights: [weight.copy_(w) for _, w in weights], {"w": torch.ones(4)}, [Target("", "w", weight)])
+assert len(found.copies) == 1 and not weight.any()
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_the_first_rehearsal_imports_nothing_that_takes_time() -> None:
+    # A process of its own: in this one torch has imported it all.
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_REHEARSAL], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) < 10, done.stdout

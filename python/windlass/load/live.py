@@ -66,7 +66,7 @@ from windlass.load.qualify import Snapshot, Verdict, qualify, snapshot, without
 from windlass.load.series import Series
 from windlass.load.session import Session
 from windlass.load.take import Pause, take
-from windlass.load.trace import trace
+from windlass.load.trace import trace, warm_up
 from windlass.receive.reading import Selection
 from windlass.receive.receiver import Tensors
 from windlass.trace import record
@@ -132,6 +132,7 @@ class Live:
         self._told_extras: list[str] | None = None
         self._loads: dict[str, int] = {}
         self._told_why = ""
+        warm_up()
 
     def take(
         self, receiver: Receiver, pause: Pause, timeout: float = 60.0, load_timeout: float = 600.0

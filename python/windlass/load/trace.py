@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from windlass.dtypes import dtype_name
 from windlass.errors import WindlassError, WindlassInvalid
 
-__all__ = ["Constant", "Copy", "Load", "Target", "Trace", "box_count", "trace"]
+__all__ = ["Constant", "Copy", "Load", "Target", "Trace", "box_count", "trace", "warm_up"]
 
 #: An engine's loader: takes names and tensors, and returns the names that it loaded, or nothing.
 Load = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -132,6 +132,15 @@ def box_count(sizes: Sequence[int]) -> int:
     for size in sizes:
         count *= size
     return count
+
+
+def warm_up() -> None:
+    """Runs an operation as a rehearsal does: the first one makes torch import hundreds of modules, which takes seconds.
+
+    Otherwise that happens while the first version is loaded, when the engine is paused.
+    """
+    with torch.no_grad(), _Recorder({}, []):
+        torch.empty(1)
 
 
 def trace(load: Load, sources: Mapping[str, torch.Tensor], targets: Sequence[Target]) -> Trace:
