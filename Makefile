@@ -29,7 +29,7 @@ endif
 PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py scripts/entry_points.py scripts/docs_site.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo build test check test-busy rust loom soak bench gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
+.PHONY: help demo build test check test-busy rust loom soak bench peers gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
 .PHONY: clean crates fuzz-smoke
 .PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
 
@@ -79,6 +79,10 @@ soak: ## 10,000 faults of every kind in the whole system, 1,000 syncs over a bad
 bench: ## measure every part beside the limits of this machine
 	for part in codec digest seal offload load tcp sync fanout; do \
 	    $(CARGO) run --release --locked -p windlass --features zstd -- bench $$part || exit; done
+
+# Bytecode is kept: what libraries import when they are first used would be compiled in every process, and be measured.
+peers: gpu-build .venv-peers/ready .venv-vllm/ready .venv-sglang/ready ## compare Windlass with what is used instead, into target/peers (ARGS="--only gloo")
+	env --unset=PYTHONDONTWRITEBYTECODE .venv-peers/bin/python bench/peers $(ARGS)
 
 lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check
@@ -236,11 +240,11 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
 	$(PY) -m uv pip compile --quiet --upgrade --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	    --no-emit-find-links --python-version 3.11 requirements/nixl.in -o requirements/nixl.txt
-	for group in vllm sglang verl skyrl openrlhf; do \
+	for group in vllm sglang verl skyrl openrlhf peers; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 --override requirements/$$group.overrides \
 	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-docs .tools python/windlass-*.dist-info
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-peers .venv-docs .tools python/windlass-*.dist-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
