@@ -37,7 +37,7 @@ PAGES = {
     "README.md": "index.md",
     "docs/README.md": "pages.md",
     "ARCHITECTURE.md": "architecture.md",
-    "bench/README.md": "benchmarks.md",
+    "bench/README.md": "bench.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "vulnerabilities.md",
