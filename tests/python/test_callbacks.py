@@ -314,13 +314,14 @@ def test_receivers_have_time_to_fetch_the_last_version(
     assert ("not every receiver" in caplog.text) != fetches
 
 
+@pytest.mark.timeout(400)
 def test_a_controller_in_the_options_is_told_of_each_version(home: str, tmp_path: Path) -> None:
     with world(Path(home)) as there:
         there.receiver("r1", "policy")
         trainer = trainer_for(tmp_path, max_steps=3)
         token = str(there.token_file)
         options = {"controller": there.url, "controller_token_file": token, "agent": {"token_file": token}}
-        trainer.add_callback(WindlassCallback(region_dir=home, drain=60.0, timeout=60.0, **options))
+        trainer.add_callback(WindlassCallback(region_dir=home, drain=300.0, timeout=60.0, **options))
         trainer.train()
         with open_image(Path(home) / "r1" / "policy") as image:
             assert image.version == 3

@@ -48,7 +48,8 @@
 //! # Two publishers
 //!
 //! Every publisher moves the head from the state that it saw. If another publisher has moved it, the swap fails, and the
-//! publisher reads why: a head of its own incarnation that it wrote itself (a repeated request) is fine, any other ends it.
+//! publisher reads why: a head of a later incarnation ends it. A head of its own is a repeated request, or the late one of an agent that
+//! was killed, because a region has one agent at a time; a head of an earlier one is moved again.
 //! A publisher does not begin if the head is of a later incarnation than its own.
 //!
 //! | | invariant | test |

@@ -176,7 +176,7 @@ fn log_lines_are_objects_where_they_are_asked_for() {
         let mut command = command::windlass();
         // A warning about the variable itself, and the error of the command, which is for people.
         command
-            .args(["agent", "--region=/absent"])
+            .args(["receive", "--from=http://127.0.0.1:1", "--token-file=/absent"])
             .env("WINDLASS_LOG", "x=wrong")
             .env("WINDLASS_LOG_FORMAT", format);
         let out = command.output().unwrap();

@@ -698,12 +698,17 @@ impl Task {
                 self.chain.tag = Some(tag);
                 Ok(())
             }
-            Look::Moved(found, tag) if found.identity.incarnation < ours => {
+            // A region has one agent at a time: a request of one that was killed came late.
+            Look::Moved(found, tag)
+                if found.identity.incarnation == ours && found.identity.version >= index.identity.version =>
+            {
                 self.chain.tag = Some(tag);
-                let why = format!(
-                    "a publisher of an earlier incarnation has moved it to {}: it is moved again",
-                    found.identity
-                );
+                Ok(())
+            }
+            Look::Moved(found, tag) if found.identity.incarnation <= ours => {
+                self.chain.tag = Some(tag);
+                let why =
+                    format!("an earlier publisher has moved it to {}: it is moved again", found.identity);
                 Err(model.bucket().failure("move", "the head", Kind::Stale, why).into())
             }
             Look::Moved(found, _) => {

@@ -199,24 +199,23 @@ fn prune_removes_the_oldest_versions_while_a_publisher_and_a_follower_run() {
     }
     let follower = receive(&url, &home.path().join("image"), &[]);
     shown(&follower, 7);
+    // The agent may upload an anchor meanwhile.
     let before = objects(&home.path().join("run"), "");
+    let gone = || before.iter().filter(|object| !object.exists()).count();
     let (code, line) = run(&["store", "prune", &url, "--yes"]);
     assert!(code == 2 && line.to_string().contains("say what stays"), "{line}");
     let (code, line) = run(&["store", "prune", &url, "--keep=2"]);
     assert!(code == 2 && line.to_string().contains("--yes"), "{line}");
     let (code, dry) = run(&["store", "prune", &url, "--keep=2", "--dry-run"]);
     assert_eq!((code, dry["versions"].as_array().unwrap().len()), (0, 5), "{dry}");
-    assert_eq!(objects(&home.path().join("run"), ""), before);
+    assert_eq!(gone(), 0);
     let (code, done) = run(&["store", "prune", &url, "--keep=2", "--yes"]);
     assert_eq!(
         (code, &done["versions"], &done["freed_bytes"]),
         (0, &dry["versions"], &dry["freed_bytes"]),
         "{done}"
     );
-    assert_eq!(
-        before.len() - objects(&home.path().join("run"), "").len(),
-        done["objects"].as_u64().unwrap() as usize
-    );
+    assert_eq!(gone(), done["objects"].as_u64().unwrap() as usize);
     assert_eq!(done["left"], 2, "{done}");
     let digest = stored(&mut trainer, &agent, 8);
     assert_eq!(shown(&follower, 8)["image"]["digest"], digest.as_str());
