@@ -2,7 +2,7 @@
 //!
 //! Owns: the merge of several files. Threads take stretches of blocks, each with a cursor of its own in every file; every
 //! record is decoded once, and what the records of a block come to is encoded once. Memory of a thread: a part of each
-//! input, and what it has composed of one stretch.
+//! input, and what it has composed and not written, about 2 MiB at most.
 
 use std::sync::Arc;
 

@@ -474,7 +474,12 @@ impl Task {
             }
             Ok(segment) => tracing::debug!(base, target, apart, bytes = segment.bytes, "not worth composing"),
             Err(e) if stop.is_set() => return Err(e.into()),
-            Err(e) => tracing::debug!(base, target, why = chain(&e), "not composed"),
+            Err(e) => tracing::warn!(
+                base,
+                target,
+                why = chain(&e),
+                "no delta over these versions is uploaded, and receivers that are behind fetch each: raise the agent's --history"
+            ),
         }
         self.chain.looked = target;
         Ok(())
