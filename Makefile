@@ -15,7 +15,7 @@ JOBS ?= 2
 # More groups for `make test`, as .ci/run has it run.
 BEFORE ?=
 # What was skipped and which tests were slowest is said at the end.
-SLOW := -r s --durations 15 --durations-min 5
+SLOW := -r sfE --durations 15 --durations-min 5
 
 # Scripts leave no bytecode behind.
 export PYTHONDONTWRITEBYTECODE := 1
@@ -51,7 +51,7 @@ crates: # what cargo builds of it
 	$(CARGO) test $(DEV) --no-run
 
 test: build engine-venvs .venv-nixl/ready ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
-	scripts/groups.sh engines "contract testdata pytest" "$(BEFORE) rust loom"
+	PY="$(PY)" CARGO="$(CARGO)" PYTHON="$(PYTHON)" scripts/groups.sh engines "contract testdata pytest" "$(BEFORE) rust loom"
 
 check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
 	$(CARGO) fmt --all --check
@@ -63,7 +63,7 @@ check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, 
 QUICK := chunk config facts http load_plan names requests series strategy strategies_document vectors
 
 test-busy: ## all tests three times in a row beside processes that keep every core busy
-	scripts/busy.sh 3 $(MAKE) --no-print-directory test
+	STRICT=1 scripts/busy.sh 3 $(MAKE) --no-print-directory test
 
 rust: $(READY) .venv-nixl/ready ## the Rust tests and doc tests
 	$(CARGO) test $(DEV) --no-fail-fast
@@ -148,6 +148,7 @@ gpu-sanitize: ## the kernels' tests under compute-sanitizer, of the CUDA toolkit
 	    done
 
 contract: ## docs/contract.md names tests that exist
+	$(PYTHON) scripts/again.py --self-test
 	$(PYTHON) scripts/contract.py --self-test
 	$(PYTHON) scripts/contract.py
 

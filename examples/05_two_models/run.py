@@ -138,15 +138,18 @@ def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
         yield
     finally:
         # Receivers and trainers first, then the controller.
-        for process in reversed(processes):
-            process.terminate()
-            if process.stdin is not None:
-                process.stdin.close()
-            try:
-                process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for group in (processes[1:], processes[:1]):
+            for process in group:
+                process.terminate()
+                if process.stdin is not None:
+                    process.stdin.close()
+            until = time.monotonic() + 10.0
+            for process in group:
+                try:
+                    process.wait(max(until - time.monotonic(), 0.1))
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def run(versions: int, receivers: int, log: Path, home: Path) -> dict[str, Any]:

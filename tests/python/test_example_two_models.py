@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +20,28 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 COMMAND = [sys.executable, str(ROOT / "examples" / "05_two_models" / "run.py")]
 MODELS = {"actor", "verifier"}
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(420)
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextlib.contextmanager
+def start(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    run = subprocess.Popen(
         [*COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        env={**os.environ, "PYTHONFAULTHANDLER": "1"},
     )
+    try:
+        yield run
+    except subprocess.TimeoutExpired:
+        # Says where it hangs.
+        run.send_signal(signal.SIGABRT)
+        raise
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
 
 
 def homes() -> set[Path]:
@@ -85,8 +99,8 @@ def watch(lines: list[dict[str, Any]], receivers: set[str]) -> dict[str, list[in
 
 def test_an_actor_and_a_verifier_of_different_speed_are_never_mixed(tmp_path: Path) -> None:
     before, log = homes(), tmp_path / "log"
-    run = start("--versions=6", "--receivers=2", "--json", f"--log={log}")
-    out, errors = run.communicate(timeout=150)
+    with start("--versions=6", "--receivers=2", "--json", f"--log={log}") as run:
+        out, errors = run.communicate(timeout=300)
     assert run.returncode == 0, errors
     result = json.loads(out)
     assert result["ok"], result
@@ -130,15 +144,15 @@ def test_the_watcher_of_loads_sees_a_mix() -> None:
 
 def test_the_example_ends_with_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
     before = homes()
-    run = start("--versions=1000", "--receivers=1", f"--log={tmp_path / 'log'}")
-    deadline = time.monotonic() + 100.0
-    while '"loaded"' not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
-        assert run.poll() is None, run.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    (home,) = homes() - before
-    run.send_signal(signal.SIGINT)
-    _, errors = run.communicate(timeout=60)
+    with start("--versions=1000", "--receivers=1", f"--log={tmp_path / 'log'}") as run:
+        deadline = time.monotonic() + 200.0
+        while '"loaded"' not in ((tmp_path / "log").read_text() if (tmp_path / "log").exists() else ""):
+            assert run.poll() is None, run.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (home,) = homes() - before
+        run.send_signal(signal.SIGINT)
+        _, errors = run.communicate(timeout=150)
     assert (run.returncode, "Traceback" in errors) == (130, False), errors
     assert not home.exists()
     assert processes_of(home) == []
