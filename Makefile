@@ -17,9 +17,6 @@ BEFORE ?=
 # What was skipped and which tests were slowest is said at the end.
 SLOW := -r sfE --durations 15 --durations-min 5
 
-# Scripts leave no bytecode behind.
-export PYTHONDONTWRITEBYTECODE := 1
-
 ifeq ($(origin PY),undefined)
 PY := .venv/bin/python
 READY := .venv/ready
@@ -80,9 +77,8 @@ bench: ## measure every part beside the limits of this machine
 	for part in codec digest seal offload load tcp sync fanout; do \
 	    $(CARGO) run --release --locked -p windlass --features zstd -- bench $$part || exit; done
 
-# Bytecode is kept: what libraries import when they are first used would be compiled in every process, and be measured.
 peers: gpu-build .venv-peers/ready .venv-vllm/ready .venv-sglang/ready ## compare Windlass with what is used instead, into target/peers (ARGS="--only gloo")
-	env --unset=PYTHONDONTWRITEBYTECODE .venv-peers/bin/python bench/peers $(ARGS)
+	.venv-peers/bin/python bench/peers $(ARGS)
 
 lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check

@@ -71,9 +71,8 @@ SGLANG = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "/nonexistent"}
 def environment_of(engine: str) -> dict[str, str]:
     """The variables of all programs of an engine's environment."""
     paths = [HERE / "stubs"] if engine == "sglang" else PLUGINS[engine]
-    drop = {"PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS"}
     return {
-        **{k: v for k, v in os.environ.items() if k not in drop},
+        **{k: v for k, v in os.environ.items() if k != "VLLM_PLUGINS"},
         **(SGLANG if engine == "sglang" else VLLM),
         # Threads that wait for each other at every operation are slow on cores that others use too.
         "OMP_NUM_THREADS": "1",
@@ -149,8 +148,7 @@ class Server:
                 env = {**environment_of(self._engine), **self._env}
                 self._process = template(self._engine).start(self._command, env, stdout=log, fork=True)
                 return
-            drop = {"PYTHONDONTWRITEBYTECODE", "VLLM_PLUGINS", "PYTHONPATH"}
-            inherited = {k: v for k, v in os.environ.items() if k not in drop}
+            inherited = {k: v for k, v in os.environ.items() if k not in ("VLLM_PLUGINS", "PYTHONPATH")}
             self._process = subprocess.Popen(
                 self._command,
                 # Threads that wait for each other at every operation are slow on cores that others use too.

@@ -160,7 +160,7 @@ class Host(Namespaces):
         err: IO[Any] | int | None = None,
     ) -> subprocess.Popen[str]:
         """Starts a command there."""
-        variables = {**os.environ, "PYTHONPATH": str(ROOT / "python"), "PYTHONDONTWRITEBYTECODE": "1", **env}
+        variables = {**os.environ, "PYTHONPATH": str(ROOT / "python"), **env}
         how: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out, "stderr": err}
         return subprocess.Popen(self.inside(*words), env=variables, text=True, bufsize=1, **how)
 

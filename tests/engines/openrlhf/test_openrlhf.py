@@ -48,7 +48,7 @@ def test_openrlhf_trains_with_engines_that_pull_and_names_one_that_died(
     reward.write_text(REWARD)
     log, result = tmp_path / "log", tmp_path / "result.json"
     paths = [servers.PACKAGE, servers.HERE, servers.HERE / "on_ray", HERE / "plugin", servers.HERE / "plugin"]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {
+    env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "RAY_RUNTIME_ENV_HOOK": "windlass.openrlhf.hook",
         "WINDLASS_RAY_SETUP": "on_cpu:setup",

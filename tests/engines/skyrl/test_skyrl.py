@@ -32,7 +32,7 @@ class Policy:
         paths = [servers.PACKAGE, servers.HERE, HERE / "plugin", servers.HERE / "plugin"]
         paths += [HERE / "interface"] if main else []
         program, python = ("factory_policy.py", "vllm") if main else ("policy.py", "skyrl")
-        env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | more
+        env = os.environ | more
         env |= {"PYTHONPATH": os.pathsep.join(map(str, paths)), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         command = [servers.python_of(python), HERE / program, model, ",".join(urls), images, home]
         with self._log.open("wb") as out:

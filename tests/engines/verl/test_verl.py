@@ -26,7 +26,7 @@ def test_verl_syncs_replicas_that_come_and_go_with_actors_that_do(
     tiny.make_model(KIND, tmp_path / "served", seed=1)
     log, result = tmp_path / "log", tmp_path / "result.json"
     paths = [servers.PACKAGE, servers.HERE / "on_ray", *servers.PLUGINS["verl"]]
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {
+    env = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
