@@ -164,7 +164,7 @@ def measure(url: str, store: Any, model: Model, options: argparse.Namespace, hom
         found.setdefault(name, []).append(value)
 
     data = model.data()
-    memory = memoryview(bytearray(len(data) + (64 << 20)))
+    memory = memoryview(bytearray(2 * len(data)))
     for turn in range(options.repeats):
         config = StoreConfig(url=f"{url}/{turn}")
         with WeightManager(region_dir=str(home), timeout=PATIENCE, store=config) as wm:
