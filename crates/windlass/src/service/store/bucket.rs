@@ -21,8 +21,8 @@ use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::local::LocalFileSystem;
 use object_store::path::Path;
 use object_store::{
-    BackoffConfig, ClientOptions, Error as Cause, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode,
-    PutOptions, PutPayload, RetryConfig, UpdateVersion,
+    BackoffConfig, Error as Cause, GetOptions, ObjectStore, ObjectStoreExt as _, PutMode, PutOptions,
+    PutPayload, RetryConfig, UpdateVersion,
 };
 use windlass_core::address::StoreUrl;
 use windlass_core::error::Kind;
@@ -38,6 +38,8 @@ const RETRIES: usize = 4;
 const RETRY_FOR: Duration = Duration::from_secs(45);
 /// How long one operation may take with its repetitions.
 const OPERATION: Duration = Duration::from_mins(4);
+/// What a message has in it if the credentials themselves could not be got.
+const TOKEN: &str = "token request";
 /// The most objects of a listing.
 const MAX_LISTED: usize = 10_000_000;
 
@@ -70,11 +72,34 @@ pub(crate) struct Listed {
     pub(crate) unix_ms: u64,
 }
 
-/// An object that was read, and the state that it was in.
+/// The state of an object, on which a read or a write can be conditional. Google's writes are so by the generation, all else by
+/// the etag.
+#[derive(Clone, Debug)]
+pub(crate) struct State {
+    etag: String,
+    generation: Option<String>,
+}
+
+impl State {
+    fn new(etag: Option<String>, generation: Option<String>) -> Option<State> {
+        etag.map(|etag| State { etag, generation })
+    }
+}
+
+/// By the etag alone: not every answer that has one has a generation.
+impl PartialEq for State {
+    fn eq(&self, other: &State) -> bool {
+        self.etag == other.etag
+    }
+}
+
+impl Eq for State {}
+
+/// An object that was read, and the state that it was in, if the store says so.
 #[derive(Clone, Debug)]
 pub(crate) struct Read {
     pub(crate) bytes: Bytes,
-    pub(crate) etag: Option<String>,
+    pub(crate) state: Option<State>,
 }
 
 /// What a conditional read found.
@@ -90,7 +115,7 @@ pub(crate) enum Found {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Written {
     /// The object is written, and in this state, if the store says so.
-    Done(Option<String>),
+    Done(Option<State>),
     /// The object is not as it was thought to be, and stays.
     Otherwise,
 }
@@ -141,7 +166,7 @@ impl Bucket {
             max_retries: RETRIES,
             retry_timeout: RETRY_FOR,
         };
-        let refused = |e: Cause| failed(kind_of(&e), redact(&e.to_string()));
+        let refused = |e: Cause| failed(kind_of(&e), format!("{}: {}", redact(&e.to_string()), remedy(url)));
         let (scheme, rest) = url.as_str().split_once("://").unwrap_or_default();
         let path = |rest: &str| rest.split_once('/').map_or("", |(_, path)| path).to_owned();
         let (store, prefix): (Arc<dyn ObjectStore>, String) = match scheme {
@@ -158,15 +183,9 @@ impl Bucket {
                 (Arc::new(local.with_fsync(true)), String::new())
             }
             "s3" | "s3a" => {
-                let plain = |url: String| url.starts_with("http://");
                 let builder = AmazonS3Builder::from_env()
                     .with_url(url.as_str())
                     .with_retry(retry)
-                    .with_client_options(options())
-                    .with_allow_http(
-                        variable(&["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"])
-                            .is_some_and(plain),
-                    )
                     .with_http_connector(transport());
                 (Arc::new(builder.build().map_err(refused)?), path(rest))
             }
@@ -174,20 +193,13 @@ impl Bucket {
                 let builder = GoogleCloudStorageBuilder::from_env()
                     .with_url(url.as_str())
                     .with_retry(retry)
-                    .with_client_options(options())
                     .with_http_connector(transport());
                 (Arc::new(builder.build().map_err(refused)?), path(rest))
             }
             "az" | "abfs" | "abfss" => {
-                let plain = |url: String| url.starts_with("http://");
-                let emulated =
-                    variable(&["AZURE_STORAGE_USE_EMULATOR"]).is_some_and(|v| v == "true" || v == "1");
-                let allowed = variable(&["AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"]).is_some_and(plain);
                 let builder = MicrosoftAzureBuilder::from_env()
                     .with_url(url.as_str())
                     .with_retry(retry)
-                    .with_client_options(options())
-                    .with_allow_http(allowed || emulated)
                     .with_http_connector(transport());
                 (Arc::new(builder.build().map_err(refused)?), path(rest))
             }
@@ -266,39 +278,44 @@ impl Bucket {
     }
 
     fn told(&self, action: &'static str, object: &str, cause: &Cause) -> StoreFailure {
+        let all = cause.to_string();
+        let code = code_of(&all).unwrap_or("no reason is given");
+        let said = redact(&all);
         let why = match cause {
-            Cause::NotFound { .. } => "it does not exist: it was removed, or the URL is another one".to_owned(),
-            Cause::PermissionDenied { .. } => {
-                "the store denies access: check the rights of these credentials (docs/store.md has the least that is needed)"
-                    .to_owned()
+            _ if matches!(code, "NoSuchBucket" | "ContainerNotFound") => {
+                format!("there is no such bucket or container ({code}): make it, or check the URL")
             }
-            Cause::Unauthenticated { .. } => {
-                "the store does not accept the credentials: check those in the environment, or the instance's role".to_owned()
+            Cause::NotFound { .. } => {
+                "it does not exist: it was removed, or the URL is another one".to_owned()
             }
-            other => redact(&other.to_string()),
+            _ if kind_of(cause) == Kind::Denied => {
+                format!("the store denies access ({code}): {}", remedy(&self.url))
+            }
+            _ if said.contains(TOKEN) => format!("{said}: {}", remedy(&self.url)),
+            _ => said,
         };
         self.failure(action, object, kind_of(cause), why)
     }
 
-    /// Reads an object, unless it is as it was when it had `etag`.
+    /// Reads an object, unless it is still in the state that was seen.
     pub(crate) fn read_if_changed(
         &self,
         name: &str,
-        etag: Option<&str>,
+        seen: Option<&State>,
         most: u64,
         stop: &Stop,
     ) -> Result<Found, StoreFailure> {
         let path = self.path(name);
-        let options = GetOptions { if_none_match: etag.map(str::to_owned), ..GetOptions::default() };
+        let options = GetOptions { if_none_match: seen.map(|s| s.etag.clone()), ..GetOptions::default() };
         let work = async {
             let got = self.store.get_opts(&path, options).await?;
             if got.meta.size > most {
                 return Ok(Err(got.meta.size));
             }
-            let etag = got.meta.e_tag.clone();
+            let state = State::new(got.meta.e_tag.clone(), got.meta.version.clone());
             let size = got.meta.size;
             let bytes = got.bytes().await?;
-            Ok(if bytes.len() as u64 == size { Ok(Read { bytes, etag }) } else { Err(size) })
+            Ok(if bytes.len() as u64 == size { Ok(Read { bytes, state }) } else { Err(size) })
         };
         match self.run("read", name, stop, work)? {
             Ok(Ok(read)) => Ok(Found::Read(read)),
@@ -398,15 +415,15 @@ impl Bucket {
         self.put_if(name, bytes, PutMode::Create, stop)
     }
 
-    /// Replaces an object that is as it was when it had `etag`.
+    /// Replaces an object that is still in the state that was seen.
     pub(crate) fn swap(
         &self,
         name: &str,
         bytes: Bytes,
-        etag: &str,
+        seen: &State,
         stop: &Stop,
     ) -> Result<Written, StoreFailure> {
-        let seen = UpdateVersion { e_tag: Some(etag.to_owned()), version: None };
+        let seen = UpdateVersion { e_tag: Some(seen.etag.clone()), version: seen.generation.clone() };
         self.put_if(name, bytes, PutMode::Update(seen), stop)
     }
 
@@ -415,7 +432,7 @@ impl Bucket {
         let options = PutOptions { mode, ..PutOptions::default() };
         let put = self.store.put_opts(&path, PutPayload::from_bytes(bytes), options);
         match self.run("write", name, stop, put)? {
-            Ok(done) => Ok(Written::Done(done.e_tag)),
+            Ok(done) => Ok(Written::Done(State::new(done.e_tag, done.version))),
             Err(Cause::AlreadyExists { .. } | Cause::Precondition { .. }) => Ok(Written::Otherwise),
             Err(e) => Err(self.told("write", name, &e)),
         }
@@ -469,14 +486,27 @@ impl Bucket {
     }
 }
 
-fn options() -> ClientOptions {
-    ClientOptions::new()
-        .with_user_agent(http::HeaderValue::from_static(concat!("windlass/", env!("CARGO_PKG_VERSION"))))
+/// What to do about credentials that are missing, wrong or too weak.
+fn remedy(url: &StoreUrl) -> &'static str {
+    match url.as_str().split_once("://").unwrap_or_default().0 {
+        "s3" | "s3a" => {
+            "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of the instance, and what they allow (docs/store.md)"
+        }
+        "gs" => {
+            "check GOOGLE_APPLICATION_CREDENTIALS, or the service account of the instance, and what they allow (docs/store.md)"
+        }
+        "az" | "abfs" | "abfss" => {
+            "check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or the identity of the \
+             instance, and what they allow (docs/store.md)"
+        }
+        _ => "check the permissions of the directory",
+    }
 }
 
-/// The first of these variables that is set.
-fn variable(names: &[&str]) -> Option<String> {
-    names.iter().find_map(|name| std::env::var(name).ok().filter(|value| !value.is_empty()))
+/// The code of an error in the answer of a store.
+fn code_of(said: &str) -> Option<&str> {
+    let code = said.split_once("<Code>")?.1.split_once("</Code>")?.0;
+    (code.len() < 64 && code.bytes().all(|b| b.is_ascii_alphanumeric())).then_some(code)
 }
 
 fn kind_of(cause: &Cause) -> Kind {
@@ -487,9 +517,20 @@ fn kind_of(cause: &Cause) -> Kind {
         Cause::NotSupported { .. } | Cause::NotImplemented { .. } => Kind::Unsupported,
         Cause::InvalidPath { .. } | Cause::UnknownConfigurationKey { .. } => Kind::Invalid,
         Cause::JoinError { .. } => Kind::Bug,
+        // What has no kind of its own there, such as a list that is denied.
+        other if is_denied(other) => Kind::Denied,
         // All else is of the network or of the server.
         _ => Kind::PeerLost,
     }
+}
+
+/// Whether a store has answered that these credentials may not, where that has no kind of its own: to a list, or to a batch. The type
+/// of the cause is private to `object_store`.
+fn is_denied(cause: &Cause) -> bool {
+    let said = cause.to_string();
+    let denied = ["status code: 401 ", "status code: 403 "].iter().any(|status| said.contains(status));
+    // Not by the service that gives credentials to an instance.
+    denied && !said.contains(TOKEN)
 }
 
 /// A message without the queries of URLs, without what stands before an @ in them, and without the value of any variable

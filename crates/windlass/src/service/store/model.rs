@@ -16,7 +16,7 @@ use windlass_core::store::{
 };
 use windlass_data::stop::Stop;
 
-use super::bucket::{Bucket, Found, Listed, StoreFailure, Written};
+use super::bucket::{Bucket, Found, Listed, State, StoreFailure, Written};
 
 /// The longest head.
 const MAX_HEAD: u64 = 64 << 10;
@@ -26,7 +26,7 @@ const HEADS: usize = 8;
 /// The state of a head, for the next swap.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Tag {
-    Etag(String),
+    State(State),
     Number(u64),
 }
 
@@ -132,22 +132,22 @@ impl StoredModel {
         if !self.bucket.swaps() {
             return self.look_numbered(seen, stop);
         }
-        let etag = match seen {
-            Some(Tag::Etag(etag)) => Some(etag.as_str()),
+        let state = match seen {
+            Some(Tag::State(state)) => Some(state),
             Some(Tag::Number(_)) | None => None,
         };
         let name = self.name(&Object::Head);
-        match self.bucket.read_if_changed(&name, etag, MAX_HEAD, stop)? {
+        match self.bucket.read_if_changed(&name, state, MAX_HEAD, stop)? {
             Found::Absent => Ok(Look::Absent),
             Found::Same => Ok(Look::Same),
             Found::Read(read) => {
                 let head = Head::from_object(&read.bytes).map_err(|e| self.broken(&Object::Head, &e))?;
-                let etag = read.etag.ok_or_else(|| {
+                let state = read.state.ok_or_else(|| {
                     let why =
                         "the store gives objects no etag, without which two publishers cannot be told apart";
                     self.bucket.failure("use", &name, Kind::Unsupported, why)
                 })?;
-                let tag = Tag::Etag(etag);
+                let tag = Tag::State(state);
                 Ok(if seen == Some(&tag) { Look::Same } else { Look::Moved(head, tag) })
             }
         }
@@ -203,19 +203,19 @@ impl StoredModel {
         if self.bucket.swaps() {
             let name = self.name(&Object::Head);
             let moved = match seen {
-                Some(Tag::Etag(etag)) => self.bucket.swap(&name, bytes, etag, stop)?,
+                Some(Tag::State(state)) => self.bucket.swap(&name, bytes, state, stop)?,
                 Some(Tag::Number(_)) | None => self.bucket.create(&name, bytes, stop)?,
             };
-            let Written::Done(etag) = moved else { return Ok(None) };
-            let etag = etag.ok_or_else(|| {
+            let Written::Done(state) = moved else { return Ok(None) };
+            let state = state.ok_or_else(|| {
                 let why = "the store answers a write without an etag, so two publishers cannot be told apart";
                 self.bucket.failure("write", &name, Kind::Unsupported, why)
             })?;
-            return Ok(Some(Tag::Etag(etag)));
+            return Ok(Some(Tag::State(state)));
         }
         let next = match seen {
             Some(Tag::Number(number)) => number + 1,
-            Some(Tag::Etag(_)) | None => 1,
+            Some(Tag::State(_)) | None => 1,
         };
         let created = self.bucket.create(&self.name(&Object::NumberedHead(next)), bytes, stop)?;
         if created == Written::Otherwise {
