@@ -1,6 +1,6 @@
 # The one list of commands. `make` prints it.
 # Needs cargo (the toolchain is pinned in rust-toolchain.toml), Python 3.11 and a C compiler; nothing else is
-# installed, and nothing is written outside this tree but the caches of cargo and uv. What Python needs beyond that
+# installed, and nothing is written outside this tree but the caches of cargo, uv and npm. What Python needs beyond that
 # stands pinned in requirements/ and goes into .venv; `make pytest PY=/path/to/python` takes an environment of yours.
 
 .DEFAULT_GOAL := help
@@ -21,6 +21,7 @@ ifeq ($(origin PY),undefined)
 PY := .venv/bin/python
 READY := .venv/ready
 COMPILED := target/torch-extensions/ready
+AZURITE := .tools/azurite/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
 PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py scripts/entry_points.py scripts/docs_site.py
@@ -47,7 +48,7 @@ build: crates develop ## everything that tests need
 crates: # what cargo builds of it
 	$(CARGO) test $(DEV) --no-run
 
-test: build engine-venvs .venv-nixl/ready ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
+test: build engine-venvs .venv-nixl/ready $(AZURITE) ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
 	PY="$(PY)" CARGO="$(CARGO)" PYTHON="$(PYTHON)" scripts/groups.sh engines "contract testdata pytest" "$(BEFORE) rust loom"
 
 check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
@@ -62,7 +63,7 @@ QUICK := chunk config facts http load_plan names requests series strategy strate
 test-busy: ## all tests three times in a row beside processes that keep every core busy
 	STRICT=1 scripts/busy.sh 3 $(MAKE) --no-print-directory test
 
-rust: $(READY) .venv-nixl/ready ## the Rust tests and doc tests
+rust: $(READY) .venv-nixl/ready $(AZURITE) ## the Rust tests and doc tests
 	$(CARGO) test $(DEV) --no-fail-fast
 
 loom: ## every interleaving of the region's header protocol
@@ -193,6 +194,11 @@ target/torch-extensions/ready: .venv/ready
 	rm -f target/torch-extensions/*/lock
 	TORCH_EXTENSIONS_DIR=$(CURDIR)/target/torch-extensions DS_ACCELERATOR=cpu PATH=$(CURDIR)/.venv/bin:$$PATH \
 	    .venv/bin/python -c 'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)' >/dev/null
+	touch $@
+
+# A real Azure Blob server, for the tests of the store.
+.tools/azurite/ready: requirements/azurite/package-lock.json | .venv/ready
+	scripts/azurite.sh install
 	touch $@
 
 engine-venvs: .venv-vllm/ready .venv-sglang/ready .venv-verl/ready .venv-skyrl/ready .venv-openrlhf/ready ## environments with vLLM, SGLang, verl, SkyRL and OpenRLHF for a CPU, from the pinned requirements

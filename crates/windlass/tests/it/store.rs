@@ -1,4 +1,4 @@
-//! A store with real processes: a trainer and its agent upload, receivers follow. In a directory, and in a real S3 server.
+//! A store with real processes: a trainer and its agent upload, receivers follow. In a directory, and in real servers.
 
 mod faults;
 mod server;
@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::Value;
 use tempfile::TempDir;
 
-use self::server::{Moto, Proxy};
+use self::server::{Kind, Proxy, Store};
 use crate::process::{Agent, PATIENCE, Process, Trainer};
 
 /// Enough for three parts of the shortest length.
@@ -90,39 +90,44 @@ fn objects(dir: &Path, part_of_name: &str) -> Vec<PathBuf> {
 }
 
 #[test]
-fn a_store_in_a_directory_leads_to_the_same_images_as_an_agent() {
-    let home = home();
-    let url = format!("file://{}/run", home.path().display());
-    let mut trainer = trainer(&home.path().join("region"));
-    let agent = agent(&trainer.region, &url, &["--store-anchor-every=3"]);
-    let first = stored(&mut trainer, &agent, 1);
-    let follower = receive(&url, &home.path().join("a"), &[]);
-    let line = shown(&follower, 1);
-    assert_eq!(line["image"]["digest"], first.as_str(), "{line}");
-    for version in 2..8 {
-        let digest = stored(&mut trainer, &agent, version);
-        assert_eq!(digest, agent.sealed(version.into())["digest"].as_str().unwrap());
-        let line = shown(&follower, version.into());
-        assert_eq!(
-            (&line["image"]["digest"], &line["mode"]),
-            (&digest.as_str().into(), &"delta".into()),
-            "{line}"
-        );
-        assert!(line["wire_bytes"].as_u64().unwrap() < 1 << 20, "a delta, and nothing else: {line}");
+fn a_store_leads_to_the_same_images_as_an_agent() {
+    for kind in Kind::ALL {
+        let home = home();
+        let store = Store::start(kind, home.path());
+        let url = store.url("run");
+        let mut trainer = trainer(&home.path().join("region"));
+        let agent = store.agent(&trainer.region, &url, &["--store-anchor-every=3"]);
+        let first = stored(&mut trainer, &agent, 1);
+        let follower = store.receive(&url, &home.path().join("a"), &[]);
+        let line = shown(&follower, 1);
+        assert_eq!(line["image"]["digest"], first.as_str(), "{line}");
+        for version in 2..8 {
+            let digest = stored(&mut trainer, &agent, version);
+            assert_eq!(digest, agent.sealed(version.into())["digest"].as_str().unwrap());
+            let line = shown(&follower, version.into());
+            assert_eq!(
+                (&line["image"]["digest"], &line["mode"]),
+                (&digest.as_str().into(), &"delta".into()),
+                "{line}"
+            );
+            assert!(line["wire_bytes"].as_u64().unwrap() < 1 << 20, "a delta, and nothing else: {line}");
+        }
+        let (code, line) = tools::end(store.command(["store", "show", &url, "--version=7"]));
+        let anchor = line["anchor"]["version"].as_u64().unwrap();
+        assert!(code == 0 && anchor > 1, "an anchor every three versions: {line}");
+        // A new receiver begins at the newest anchor; another gets an old version.
+        let late = store.receive(&url, &home.path().join("b"), &["--until=7"]);
+        let line = shown(&late, 7);
+        assert_eq!(line["image"]["digest"], agent.sealed(7)["digest"], "{line}");
+        let mut old = store.receive(&url, &home.path().join("c"), &["--version=2"]);
+        shown(&old, 2);
+        assert_eq!(old.ends_within(PATIENCE), 0);
+        // An image that was left goes on by one composed delta.
+        let mut again = store.receive(&url, &home.path().join("c"), &["--until=7"]);
+        let line = shown(&again, 7);
+        assert_eq!(line["mode"], "delta", "{line}");
+        assert_eq!(again.ends_within(PATIENCE), 0);
     }
-    assert!(objects(home.path(), "/anchor-").len() >= 2, "an anchor every three versions");
-    // A new receiver begins at the newest anchor; another gets an old version.
-    let late = receive(&url, &home.path().join("b"), &["--until=7"]);
-    let line = shown(&late, 7);
-    assert_eq!(line["image"]["digest"], agent.sealed(7)["digest"], "{line}");
-    let mut old = receive(&url, &home.path().join("c"), &["--version=2"]);
-    shown(&old, 2);
-    assert_eq!(old.ends_within(PATIENCE), 0);
-    // An image that was left goes on by one composed delta.
-    let mut again = receive(&url, &home.path().join("c"), &["--until=7"]);
-    let line = shown(&again, 7);
-    assert_eq!(line["mode"], "delta", "{line}");
-    assert_eq!(again.ends_within(PATIENCE), 0);
 }
 
 #[test]
@@ -208,23 +213,22 @@ fn damage_in_a_store_is_named_and_nothing_wrong_is_shown() {
 
 #[test]
 fn of_two_publishers_to_one_store_the_older_is_fenced() {
-    let home = home();
-    let moto = Moto::start(home.path());
-    for url in [format!("file://{}/run", home.path().display()), "s3://bucket/run".to_owned()] {
-        let place = home.path().join(if url.starts_with("s3") { "s3" } else { "disk" });
-        fs::create_dir(&place).unwrap();
-        let mut first = trainer(&place.join("first"));
-        let one = moto.agent(&first.region, &url);
+    for kind in Kind::ALL {
+        let home = home();
+        let store = Store::start(kind, home.path());
+        let url = store.url("run");
+        let mut first = trainer(&home.path().join("first"));
+        let one = store.agent(&first.region, &url, &[]);
         stored(&mut first, &one, 1);
-        let mut second = trainer(&place.join("second"));
-        let two = moto.agent(&second.region, &url);
+        let mut second = trainer(&home.path().join("second"));
+        let two = store.agent(&second.region, &url, &[]);
         let digest = stored(&mut second, &two, 1);
         first.publish(2);
         let line = one.process.event("fenced");
         assert!(line["reason"].as_str().unwrap().contains("another publisher has moved the head"), "{line}");
         assert_eq!(one.get("/status").json()["store"]["fenced"], true);
         one.sealed(2);
-        let follower = moto.receive(&url, &place.join("image"));
+        let follower = store.receive(&url, &home.path().join("image"), &[]);
         assert_eq!(shown(&follower, 1)["image"]["digest"], digest.as_str());
         let digest = stored(&mut second, &two, 2);
         assert_eq!(shown(&follower, 2)["image"]["digest"], digest.as_str());
@@ -233,30 +237,32 @@ fn of_two_publishers_to_one_store_the_older_is_fenced() {
 
 #[test]
 fn a_publisher_that_is_killed_at_any_step_leaves_no_half_version() {
-    let home = home();
-    let moto = Moto::start(home.path());
-    let proxy = Proxy::start(moto.port);
-    let mut trainer = trainer(&home.path().join("region"));
-    let url = "s3://bucket/run";
-    let mut agent = Moto::agent_by(proxy.port, &trainer.region, url);
-    stored(&mut trainer, &agent, 1);
-    let follower = moto.receive(url, &home.path().join("image"));
-    shown(&follower, 1);
-    let mut version = 1;
-    for step in ["/deltas/", "/versions/", "/head.json"] {
-        version += 1;
-        proxy.kill_at(step, agent.process.pid());
-        trainer.publish(version);
-        agent.process.ends_within(PATIENCE);
-        // What it left is not a version, or a whole one.
-        let late = moto.receive(url, &home.path().join(format!("late{version}")));
-        let line = late.event("synced");
-        let seen = line["image"]["identity"]["version"].as_u64().unwrap();
-        assert!(seen < u64::from(version), "the head is moved last: {line}");
-        agent = Moto::agent_by(proxy.port, &trainer.region, url);
-        let served = agent.sealed(version.into());
-        let line = shown(&follower, version.into());
-        assert_eq!(line["image"]["digest"], served["digest"], "{line}");
+    for kind in Kind::SERVERS {
+        let home = home();
+        let store = Store::start(kind, home.path());
+        let url = store.url("run");
+        let proxy = Proxy::start(store.port);
+        let mut trainer = trainer(&home.path().join("region"));
+        let mut agent = store.agent_by(proxy.port, &trainer.region, &url, &[]);
+        stored(&mut trainer, &agent, 1);
+        let follower = store.receive(&url, &home.path().join("image"), &[]);
+        shown(&follower, 1);
+        let mut version = 1;
+        for step in ["/deltas/", "/versions/", "/head.json"] {
+            version += 1;
+            proxy.kill_at(step, agent.process.pid());
+            trainer.publish(version);
+            agent.process.ends_within(PATIENCE);
+            // What it left is not a version, or a whole one.
+            let late = store.receive(&url, &home.path().join(format!("late{version}")), &[]);
+            let line = late.event("synced");
+            let seen = line["image"]["identity"]["version"].as_u64().unwrap();
+            assert!(seen < u64::from(version), "the head is moved last: {line}");
+            agent = store.agent_by(proxy.port, &trainer.region, &url, &[]);
+            let served = agent.sealed(version.into());
+            let line = shown(&follower, version.into());
+            assert_eq!(line["image"]["digest"], served["digest"], "{line}");
+        }
     }
 }
 
@@ -286,53 +292,58 @@ fn retention_in_a_store_keeps_what_the_versions_that_stay_need() {
 
 #[test]
 fn gc_of_a_store_removes_only_what_no_version_needs() {
-    let home = home();
-    let url = format!("file://{}/run", home.path().display());
-    let mut trainer = trainer(&home.path().join("region"));
-    let agent = agent(&trainer.region, &url, &[]);
-    stored(&mut trainer, &agent, 1);
-    stored(&mut trainer, &agent, 2);
-    drop(agent);
-    let part = objects(home.path(), "/anchors/").remove(0);
-    let orphan = part.with_file_name(format!("000009-{}", "ab".repeat(16)));
-    fs::write(&orphan, b"left").unwrap();
-    let strange = home.path().join("run/policy/notes.txt");
-    fs::write(&strange, b"mine").unwrap();
-    let before = objects(&home.path().join("run"), "");
-    let gc = |more: &[&str]| {
-        let mut process = Process::start(["gc", &url].iter().chain(more));
-        let lines = process.rest();
-        (process.ends_within(PATIENCE), lines.last().cloned().unwrap())
-    };
-    assert_ne!(gc(&[]).0, 0, "it does not remove unasked");
-    let (_, young) = gc(&["--yes"]);
-    assert_eq!(young["freed_bytes"], 0, "what was written lately may be under way: {young}");
-    let (_, dry) = gc(&["--dry-run", "--older-than=0"]);
-    assert_eq!((dry["freed_bytes"].as_u64(), orphan.exists()), (Some(4), true), "{dry}");
-    let (code, done) = gc(&["--yes", "--older-than=0"]);
-    assert_eq!(
-        (code, done["freed_bytes"].as_u64(), done["unknown"].as_u64()),
-        (0, Some(4), Some(1)),
-        "{done}"
-    );
-    let left: Vec<PathBuf> = before.into_iter().filter(|p| *p != orphan).collect();
-    assert_eq!(objects(&home.path().join("run"), ""), left);
-    let receiver = receive(&url, &home.path().join("image"), &[]);
-    shown(&receiver, 2);
+    for kind in Kind::ALL {
+        let home = home();
+        let store = Store::start(kind, home.path());
+        let url = store.url("run");
+        let mut trainer = trainer(&home.path().join("region"));
+        let agent = store.agent(&trainer.region, &url, &[]);
+        stored(&mut trainer, &agent, 1);
+        stored(&mut trainer, &agent, 2);
+        drop(agent);
+        let (_, shows) = tools::end(store.command(["store", "show", &url]));
+        let objects = shows["objects"].as_array().unwrap().iter().map(|o| o["object"].as_str().unwrap());
+        let part = objects.into_iter().find(|name| name.contains("/000000-")).unwrap();
+        store.put(&format!("run/{}/000009-{}", part.rsplit_once('/').unwrap().0, "ab".repeat(16)), b"left");
+        store.put("run/policy/notes.txt", b"mine");
+        let gc = |more: &[&str]| tools::end(store.command(["gc", &url].iter().chain(more)));
+        assert_ne!(gc(&[]).0, 0, "it does not remove unasked");
+        let (_, young) = gc(&["--yes"]);
+        assert_eq!(young["freed_bytes"], 0, "what was written lately may be under way: {young}");
+        // Bytes that it freed, and objects that are none of its own.
+        let figures =
+            |line: &Value| (line["freed_bytes"].as_u64().unwrap(), line["unknown"].as_u64().unwrap());
+        let (code, dry) = gc(&["--dry-run", "--older-than=0"]);
+        assert_eq!((code, figures(&dry)), (0, (4, 1)), "{dry}");
+        let (code, done) = gc(&["--yes", "--older-than=0"]);
+        assert_eq!((code, figures(&done)), (0, (4, 1)), "a dry run removes nothing: {done}");
+        let (code, again) = gc(&["--yes", "--older-than=0"]);
+        assert_eq!((code, figures(&again)), (0, (0, 1)), "what it does not know stays: {again}");
+        let (code, line) = tools::end(store.command(["store", "verify", &url]));
+        assert_eq!((code, line["versions"].as_u64()), (0, Some(2)), "{line}");
+        let receiver = store.receive(&url, &home.path().join("image"), &[]);
+        shown(&receiver, 2);
+    }
 }
 
 #[test]
 fn a_store_that_cannot_be_used_says_why_and_never_a_secret() {
     let home = home();
-    let moto = Moto::start(home.path());
     let absent = format!("file://{}/absent", home.path().display());
     let receiver = receive(&absent, &home.path().join("a"), &[]);
     let line = waiting(&receiver);
     assert!(line["error"].as_str().unwrap().contains("check the path"), "{line}");
-    let receiver = moto.receive("s3://no-such-bucket/run", &home.path().join("b"));
-    let line = waiting(&receiver);
-    let text = line.to_string();
-    assert!(!text.contains(server::SECRET) && !text.contains(server::KEY), "{text}");
+    for kind in Kind::SERVERS {
+        let store = Store::start(kind, home.path());
+        let missing = store.url("run").replace("bucket", "no-such-bucket");
+        let receiver = store.receive(&missing, &home.path().join("b"), &[]);
+        let line = waiting(&receiver);
+        let text = line.to_string();
+        assert!(text.contains("no such bucket or container"), "{text}");
+        for secret in [server::SECRET, server::KEY, server::ACCOUNT_KEY] {
+            assert!(!text.contains(secret), "{text}");
+        }
+    }
     for (url, word) in [
         ("s3://u:hunter2@bucket/run", "credentials"),
         ("ftp://x/y", "schemes"),
@@ -342,6 +353,53 @@ fn a_store_that_cannot_be_used_says_why_and_never_a_secret() {
         let line = process.rest().pop().unwrap().to_string();
         assert!(line.contains(word) && !line.contains("hunter2") && !line.contains("sig=abc"), "{line}");
         assert_eq!(process.ends_within(Duration::from_secs(5)), 2);
+    }
+}
+
+#[test]
+fn azure_takes_each_kind_of_credentials_and_names_those_that_are_wrong() {
+    let home = home();
+    let store = Store::start(Kind::Azure, home.path());
+    let mut trainer = trainer(&home.path().join("region"));
+    let agent = store.agent(&trainer.region, &store.url("run"), &[]);
+    let digest = stored(&mut trainer, &agent, 1);
+    let show = |url: &str, change: &[(&str, Option<&str>)]| {
+        let mut command = store.prepared(store.port, ["store", "show", url]);
+        for (name, value) in change {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        tools::end(Process::spawn(command))
+    };
+    let (name, key, sas) =
+        ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN");
+    // The URL may name the account.
+    let abfs = format!("abfss://bucket@{}.dfs.core.windows.net/run", server::ACCOUNT);
+    for (url, change) in
+        [(&*abfs, vec![(name, None)]), ("abfs://bucket/run", vec![(key, None), (sas, Some(server::SAS))])]
+    {
+        let (code, line) = show(url, &change);
+        assert_eq!((code, line["digest"].as_str()), (0, Some(digest.as_str())), "{line}");
+    }
+    let (denied, url) = ("denies access (AuthorizationFailure)", store.url("run"));
+    let other = server::SAS.replace("rwdlac", "rl");
+    // Allows reading, and no list.
+    let weak = "sv=2019-12-12&ss=b&srt=o&sp=r&se=2100-01-01T00:00:00Z&sig=I1ZnFW4LPA8I6aR4m7i41jGdGn9DEUZx4rzTl%2BUKiUE%3D";
+    for (change, words) in [
+        (vec![(key, Some("bm90IHRoZSBrZXk="))], [denied, key]),
+        (vec![(key, None), (sas, Some(&other))], [denied, sas]),
+        (vec![(key, None), (sas, Some(weak))], ["denies access (Authorization", sas]),
+        (vec![(key, Some("no base64"))], ["Invalid Access Key", key]),
+        (vec![(name, None)], ["Account must be specified", name]),
+    ] {
+        let (code, line) = show(&url, &change);
+        let text = line.to_string();
+        assert!(code != 0 && words.iter().all(|word| text.contains(word)), "{code} {text}");
+        for secret in ["bm90IHRoZSBrZXk", "no base64", "sig=", server::ACCOUNT_KEY] {
+            assert!(!text.contains(secret), "{text}");
+        }
     }
 }
 

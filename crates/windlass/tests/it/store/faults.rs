@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::server::Moto;
+use super::server::{Kind, Store};
 use super::{home, shown, trainer};
 use crate::process::{Agent, PATIENCE, Process};
 use crate::soak::dice::Dice;
@@ -122,7 +122,7 @@ fn pass(mut from: TcpStream, port: u16, shared: &(Mutex<State>, Condvar)) -> Opt
         text.lines().find_map(|l| l.to_lowercase().strip_prefix("content-length: ")?.trim().parse().ok());
     let mut body = vec![0; length.unwrap_or(0)];
     from.read_exact(&mut body).ok()?;
-    let is_list = line.starts_with("GET") && line.contains("list-type");
+    let is_list = line.starts_with("GET") && (line.contains("list-type") || line.contains("comp=list"));
     let (state, turned) = shared;
     let fault = {
         let mut state = state.lock();
@@ -210,28 +210,30 @@ struct Lives {
 
 #[test]
 fn no_fault_of_a_store_shows_a_wrong_version_or_ends_a_service() {
+    for kind in Kind::SERVERS {
+        no_fault_shows_a_wrong_version_or_ends_a_service(kind);
+    }
+}
+
+fn no_fault_shows_a_wrong_version_or_ends_a_service(kind: Kind) {
     let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
     let seed = number("WINDLASS_SEED").unwrap_or_else(|| std::process::id().into());
     let faults = number("WINDLASS_STORE_FAULTS").unwrap_or(40);
-    println!("seed {seed}");
-    let (home, url) = (home(), "s3://bucket/run");
-    let moto = Moto::start(home.path());
-    let (up, down) = (Bad::start(moto.port, seed, 1), Bad::start(moto.port, seed, 2));
+    println!("{kind:?}, seed {seed}");
+    let home = home();
+    let store = Store::start(kind, home.path());
+    let url = &store.url("run");
+    let (up, down) = (Bad::start(store.port, seed, 1), Bad::start(store.port, seed, 2));
     let mut trainer = trainer(&home.path().join("region"));
     let start_agent = || -> Agent {
-        let flags = ["--store-part-bytes=5Mi", "--store-anchor-every=5", "--store-keep=12"].map(String::from);
-        let own = [
-            "agent".into(),
-            format!("--region={}", home.path().join("region").display()),
-            format!("--store={url}"),
-        ];
-        Agent::of(Moto::command(up.port, own.into_iter().chain(flags)))
+        let flags = ["--store-anchor-every=5", "--store-keep=12"];
+        store.agent_by(up.port, &home.path().join("region"), url, &flags)
     };
     let dir = home.path().join("image");
     std::fs::create_dir(&dir).unwrap();
     let follow = || {
         let args = ["receive".into(), format!("--from={url}"), format!("--dir={}", dir.display())];
-        Lives { process: Moto::command(down.port, args), proven: false }
+        Lives { process: store.command_by(down.port, args), proven: false }
     };
     let mut agent = start_agent();
     let (mut version, mut digests) = (0_u32, BTreeMap::new());
@@ -303,13 +305,13 @@ fn no_fault_of_a_store_shows_a_wrong_version_or_ends_a_service() {
     let counts = (up.counts(), down.counts());
     println!("{} faults over {version} versions: publisher {:?}, follower {:?}", total(), counts.0, counts.1);
     // What is left is whole for a reader that no fault disturbs.
-    let mut verify = Moto::command(moto.port, ["store", "verify", url]);
+    let mut verify = store.command(["store", "verify", url]);
     let line = verify.rest().pop().unwrap();
     assert_eq!(
         (verify.ends_within(PATIENCE), line["damaged"].as_array().map(Vec::len)),
         (0, Some(0)),
         "{line}"
     );
-    let late = moto.receive(url, &home.path().join("late"));
+    let late = store.receive(url, &home.path().join("late"), &[]);
     assert_eq!(Some(&shown(&late, version.into())["image"]["digest"]), digests.get(&u64::from(version)));
 }

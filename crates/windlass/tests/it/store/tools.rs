@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use super::server::Moto;
+use super::server::{Kind, Store};
 use super::{agent, home, objects, receive, shown, stored, trainer, trainer_of};
 use crate::process::{PATIENCE, Process};
 
@@ -14,7 +14,7 @@ fn run(args: &[&str]) -> (i32, Value) {
     end(Process::start(args))
 }
 
-fn end(mut process: Process) -> (i32, Value) {
+pub(super) fn end(mut process: Process) -> (i32, Value) {
     let lines = process.rest();
     (process.ends_within(PATIENCE), lines.last().cloned().unwrap())
 }
@@ -227,22 +227,28 @@ fn prune_removes_the_oldest_versions_while_a_publisher_and_a_follower_run() {
 
 #[test]
 fn runs_of_a_trainer_and_models_of_a_store_are_told_apart() {
+    for kind in Kind::SERVERS {
+        runs_and_models_are_told_apart(kind);
+    }
+}
+
+fn runs_and_models_are_told_apart(kind: Kind) {
     let home = home();
-    let moto = Moto::start(home.path());
-    let url = "s3://bucket/run";
-    let store = |args: &[&str]| end(Moto::command(moto.port, ["store"].iter().chain(args)));
+    let server = Store::start(kind, home.path());
+    let (url, policy) = (&*server.url("run"), &*server.url("run/policy"));
+    let store = |args: &[&str]| end(server.command(["store"].iter().chain(args)));
     let mut first = trainer(&home.path().join("first"));
-    let one = moto.agent(&first.region, url);
+    let one = server.agent(&first.region, url, &[]);
     let old = stored(&mut first, &one, 1);
     drop(one);
     drop(first);
     // Another seed, so that its first version is another one.
     let mut second = trainer_of(&home.path().join("second"), "policy", &["--seed=7"]);
-    let two = moto.agent(&second.region, url);
+    let two = server.agent(&second.region, url, &[]);
     let new = stored(&mut second, &two, 1);
     let newest = stored(&mut second, &two, 2);
     let mut other = trainer_of(&home.path().join("other"), "critic", &[]);
-    let three = moto.agent(&other.region, url);
+    let three = server.agent(&other.region, url, &[]);
     let critic = stored(&mut other, &three, 1);
     let (code, line) = store(&["ls", url]);
     let models: Vec<(&str, u64, u64)> = line["models"]
@@ -262,7 +268,6 @@ fn runs_of_a_trainer_and_models_of_a_store_are_told_apart() {
     assert!(code == 2 && said.to_string().contains("critic, policy"), "{said}");
     let run = line["models"][1]["newest"][2]["identity"]["incarnation"].as_u64().unwrap();
     let run = format!("--incarnation={run:x}");
-    let policy = "s3://bucket/run/policy";
     for (pick, digest) in [
         (vec![], &newest),
         (vec!["--version=1"], &new),
@@ -276,7 +281,7 @@ fn runs_of_a_trainer_and_models_of_a_store_are_told_apart() {
     let place = format!("--output={}", out.display());
     let (code, line) = store(&["get", policy, "--version=1", &run, &place]);
     assert_eq!((code, digest_of(&out)), (0, old), "{line}");
-    let (code, line) = store(&["show", "s3://bucket/run/critic"]);
+    let (code, line) = store(&["show", &server.url("run/critic")]);
     assert_eq!((code, &line["digest"]), (0, &critic.as_str().into()), "{line}");
     let (code, line) = store(&["verify", url]);
     assert_eq!((code, damage(&line), line["versions"].as_u64()), (0, (vec![], vec![]), Some(4)), "{line}");
@@ -287,6 +292,6 @@ fn runs_of_a_trainer_and_models_of_a_store_are_told_apart() {
         (0, 2, Some(2)),
         "{line}"
     );
-    let (code, line) = store(&["ls", "s3://bucket/nothing"]);
+    let (code, line) = store(&["ls", &server.url("nothing")]);
     assert!(code == 3 && line.to_string().contains("no version of any model"), "{code} {line}");
 }
