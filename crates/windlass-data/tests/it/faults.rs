@@ -306,7 +306,7 @@ impl World {
         let deadline = Instant::now() + PATIENCE;
         let deltas = loop {
             let deltas = list(&format!("region/deltas/{}", lives[0]));
-            if deltas.iter().all(|name| name.ends_with(".wdelta") || name.ends_with(".wback")) {
+            if deltas.iter().all(|name| matches!(name.rsplit_once('.'), Some((_, "wdelta" | "wback")))) {
                 break deltas;
             }
             assert!(Instant::now() < deadline, "{deltas:?}");
