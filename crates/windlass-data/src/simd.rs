@@ -9,14 +9,28 @@
 //! is there (and telling a vector its new length), and prefetching, which touches nothing.
 #![allow(unsafe_code)]
 
+use std::sync::Once;
+
 use windlass_core::kernel::{Kernels, Portable};
 
-/// The fastest kernels that this CPU runs.
+/// The name of the kernels that need no vector instructions.
+pub const PORTABLE: &str = "portable";
+
+/// What [`PORTABLE`] kernels mean.
+pub const SLOWER: &str =
+    "this CPU has no supported vector instructions; encoding and applying are several times slower";
+
+/// The fastest kernels that this CPU runs. Logs one warning in a process if it has no faster ones than the portable.
 pub fn kernels() -> &'static dyn Kernels {
-    pick().1
+    static WARNED: Once = Once::new();
+    let (name, kernels) = pick();
+    if name == PORTABLE {
+        WARNED.call_once(|| tracing::warn!("{SLOWER}"));
+    }
+    kernels
 }
 
-/// The name of what [`kernels`] picked, for benchmarks.
+/// The name of what [`kernels`] picked, for `windlass doctor` and benchmarks.
 pub fn kernels_name() -> &'static str {
     pick().0
 }
@@ -31,7 +45,7 @@ fn pick() -> (&'static str, &'static dyn Kernels) {
             return ("avx2", &x86::AVX2);
         }
     }
-    ("portable", &Portable)
+    (PORTABLE, &Portable)
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -64,7 +78,8 @@ mod x86 {
 
     impl Avx512 {
         pub(super) fn available() -> bool {
-            is_x86_feature_detected!("avx512f")
+            Avx2::available()
+                && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512vl")
                 && is_x86_feature_detected!("avx512vbmi2")
@@ -78,7 +93,10 @@ mod x86 {
 
     impl Avx2 {
         pub(super) fn available() -> bool {
-            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi1")
+            is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("bmi1")
+                && is_x86_feature_detected!("bmi2")
+                && is_x86_feature_detected!("popcnt")
         }
     }
 
@@ -98,8 +116,24 @@ mod x86 {
                 // SAFETY: as above.
                 unsafe { classes_512(old, by, stride, out) }
             } else {
-                Portable.classes(old, unit, by, stride, out);
+                // SAFETY: as above.
+                unsafe { classes_bits(old, unit, by, stride, out) }
             }
+        }
+
+        fn ones_before(&self, row: &[u64], before: &mut [u16]) -> usize {
+            // SAFETY: as above.
+            unsafe { ones_before_bits(row, before) }
+        }
+
+        fn ranks(&self, row: &[u64], before: &[u16], positions: &mut [u16]) {
+            // SAFETY: as above.
+            unsafe { ranks_bits(row, before, positions) }
+        }
+
+        fn select(&self, row: &[u64], before: &[u16], ranks: &[u16], positions: &mut Vec<u16>) {
+            // SAFETY: as above.
+            unsafe { select_bits(row, before, ranks, positions) }
         }
 
         fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
@@ -119,12 +153,50 @@ mod x86 {
         }
 
         fn classes(&self, old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
-            Portable.classes(old, unit, by, stride, out);
+            // SAFETY: as above.
+            unsafe { classes_bits(old, unit, by, stride, out) }
+        }
+
+        fn ones_before(&self, row: &[u64], before: &mut [u16]) -> usize {
+            // SAFETY: as above.
+            unsafe { ones_before_bits(row, before) }
+        }
+
+        fn ranks(&self, row: &[u64], before: &[u16], positions: &mut [u16]) {
+            // SAFETY: as above.
+            unsafe { ranks_bits(row, before, positions) }
+        }
+
+        fn select(&self, row: &[u64], before: &[u16], ranks: &[u16], positions: &mut Vec<u16>) {
+            // SAFETY: as above.
+            unsafe { select_bits(row, before, ranks, positions) }
         }
 
         fn prefetch(&self, bytes: &[u8], unit: usize, positions: &[u16]) {
             prefetch_all(bytes, unit, positions);
         }
+    }
+
+    // The portable loops, compiled for processors that count bits and shift by a variable in one instruction.
+
+    #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
+    fn classes_bits(old: &[u8], unit: usize, by: Classes, stride: usize, out: &mut [u64]) {
+        Portable.classes(old, unit, by, stride, out);
+    }
+
+    #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
+    fn ones_before_bits(row: &[u64], before: &mut [u16]) -> usize {
+        Portable.ones_before(row, before)
+    }
+
+    #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
+    fn ranks_bits(row: &[u64], before: &[u16], positions: &mut [u16]) {
+        Portable.ranks(row, before, positions);
+    }
+
+    #[target_feature(enable = "avx2,bmi1,bmi2,popcnt")]
+    fn select_bits(row: &[u64], before: &[u16], ranks: &[u16], positions: &mut Vec<u16>) {
+        Portable.select(row, before, ranks, positions);
     }
 
     /// Asks for the line this far ahead of `at`. The hardware does so too, but stops at every page.
@@ -240,7 +312,7 @@ mod x86 {
         }
     }
 
-    #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl,avx512vbmi2")]
+    #[target_feature(enable = "avx2,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2")]
     fn changed_512(old: &[u8], new: &[u8], unit: usize, out: &mut Vec<u16>) {
         match unit {
             1 => changed_512_of::<1>(old, new, out),
@@ -251,7 +323,7 @@ mod x86 {
         }
     }
 
-    #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl,avx512vbmi2")]
+    #[target_feature(enable = "avx2,popcnt,avx512f,avx512bw,avx512vl,avx512vbmi2")]
     fn changed_512_of<const U: usize>(old: &[u8], new: &[u8], out: &mut Vec<u16>) {
         assert_eq!(old.len(), new.len(), "two states of one block");
         let units = old.len() / U;
@@ -401,7 +473,7 @@ mod tests {
 
     /// Every implementation that this machine can run. What it cannot run is named, not passed over.
     fn implementations() -> Vec<(&'static str, &'static dyn Kernels)> {
-        let mut all: Vec<(&'static str, &'static dyn Kernels)> = vec![("portable", &Portable)];
+        let mut all: Vec<(&'static str, &'static dyn Kernels)> = vec![(PORTABLE, &Portable)];
         let mut skipped = vec!["avx2", "avx512"];
         #[cfg(target_arch = "x86_64")]
         {
@@ -485,6 +557,27 @@ mod tests {
                 let mut out = vec![7];
                 k.changed(&old[shift..], &new[shift..], unit, &mut out);
                 prop_assert_eq!(&out, &expected, "{}", name);
+            }
+        }
+
+        #[test]
+        fn all_kernels_rank_and_select_the_same_ones(
+            row in prop::collection::vec(prop_oneof![Just(0), Just(u64::MAX), any::<u64>()], 0..=1024),
+            nth in 1usize..200,
+        ) {
+            let ones: Vec<u16> =
+                (0..=u16::MAX).take(row.len() * 64).filter(|&p| row[usize::from(p) / 64] >> (p % 64) & 1 == 1).collect();
+            let ranks: Vec<u16> = (0..ones.len()).step_by(nth).map(|rank| rank as u16).collect();
+            let some: Vec<u16> = ones.iter().copied().step_by(nth).collect();
+            for (name, k) in implementations() {
+                let mut before = vec![7; row.len()];
+                prop_assert_eq!(k.ones_before(&row, &mut before), ones.len(), "{}", name);
+                let mut ranked = some.clone();
+                k.ranks(&row, &before, &mut ranked);
+                prop_assert_eq!(&ranked, &ranks, "{}", name);
+                let mut selected = Vec::new();
+                k.select(&row, &before, &ranks, &mut selected);
+                prop_assert_eq!(&selected, &some, "{}", name);
             }
         }
 

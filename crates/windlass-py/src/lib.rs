@@ -64,16 +64,8 @@ mod _windlass {
     #[pymodule_export]
     use crate::supervise::Supervisor;
 
-    use pyo3::prelude::*;
-
     /// The version of the package.
     #[pymodule_export]
     #[expect(non_upper_case_globals, reason = "Python's name for it")]
     const __version__: &str = env!("CARGO_PKG_VERSION");
-
-    // Takes no module: what it could add to one would be missing from the generated stubs.
-    #[pymodule_init]
-    fn init() -> PyResult<()> {
-        windlass::check_cpu().map_err(pyo3::exceptions::PyImportError::new_err)
-    }
 }

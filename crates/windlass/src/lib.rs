@@ -21,21 +21,3 @@ mod tools;
 
 pub use self::error::{Error, chain};
 pub use self::log::start as start_log;
-
-/// Checks that this CPU has the features that the build assumes (`.cargo/config.toml`). Call it before anything else.
-pub fn check_cpu() -> Result<(), String> {
-    #[cfg(all(target_arch = "x86_64", target_feature = "avx2"))]
-    {
-        let missing = |what: &str| {
-            let remedy = "build it for this machine: RUSTFLAGS='-C target-cpu=native' cargo build --release";
-            Err(format!("this build of windlass needs a CPU with {what}\n  {remedy}"))
-        };
-        if !is_x86_feature_detected!("avx2") {
-            return missing("AVX2");
-        }
-        if !is_x86_feature_detected!("bmi2") || !is_x86_feature_detected!("lzcnt") {
-            return missing("BMI2 and LZCNT");
-        }
-    }
-    Ok(())
-}

@@ -86,7 +86,7 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     let ContextScratch { rows, before, class, ranks, order, groups, payload } = scratch;
     rows.resize(usize::from(CLASSES) * stride, 0);
     kernels.classes(old, T::BYTES, by, stride, rows);
-    let sizes = count_before(rows, stride, tile.units().div_ceil(64), before);
+    let sizes = count_before(kernels, rows, stride, tile.units().div_ceil(64), before);
 
     // Sort the changes by class, keeping their order within each.
     let mut counts = [0usize; MAX_CLASSES];
@@ -100,12 +100,10 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
     ranks.resize(positions.len(), 0);
     order.resize(positions.len(), 0);
     for (i, (&p, &c)) in positions.iter().zip(class.iter()).enumerate() {
-        let c = usize::from(c);
-        let at = c * stride + usize::from(p) / 64;
-        let below = rows[at] & ((1 << (p % 64)) - 1);
-        ranks[next[c]] = before[at] + below.count_ones() as u16;
-        order[next[c]] = i as u16;
-        next[c] += 1;
+        let next = &mut next[usize::from(c)];
+        ranks[*next] = p;
+        order[*next] = i as u16;
+        *next += 1;
     }
     let ordered: Vec<T> = order.iter().map(|&i| codes[usize::from(i)]).collect();
 
@@ -119,6 +117,8 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
         let count = counts[c];
         put_varint(payload, count as u32);
         gap_ks[c] = gap_parameter(sizes[c], count);
+        let row = c * stride..(c + 1) * stride;
+        kernels.ranks(&rows[row.clone()], &before[row], &mut ranks[first..first + count]);
         groups.push(Group { count, k: values::parameter(&ordered[first..first + count]) });
         first += count;
     }
@@ -136,19 +136,19 @@ pub(super) fn put<T: Unit, K: Kernels + ?Sized>(
 }
 
 /// Fills in how many members of each class come before each word, and returns the sizes of the classes.
-fn count_before(rows: &[u64], stride: usize, words: usize, before: &mut Vec<u16>) -> [usize; MAX_CLASSES] {
+fn count_before<K: Kernels + ?Sized>(
+    kernels: &K,
+    rows: &[u64],
+    stride: usize,
+    words: usize,
+    before: &mut Vec<u16>,
+) -> [usize; MAX_CLASSES] {
     before.resize(rows.len(), 0);
     let mut sizes = [0; MAX_CLASSES];
     for ((row, before), size) in
         rows.chunks_exact(stride).zip(before.chunks_exact_mut(stride)).zip(&mut sizes)
     {
-        let mut sum = 0;
-        for (word, before) in row[..words].iter().zip(before) {
-            // A class of all 65,536 units wraps only behind its last word.
-            *before = sum as u16;
-            sum += word.count_ones() as usize;
-        }
-        *size = sum;
+        *size = kernels.ones_before(&row[..words], &mut before[..words]);
     }
     sizes
 }
@@ -199,7 +199,7 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
         return Err("its class table does not add up");
     }
     let words = tile.units().div_ceil(64);
-    let members = count_before(rows, stride, words, before);
+    let members = count_before(kernels, rows, stride, words, before);
     let sizes: [_; MAX_CLASSES] = std::array::from_fn(|c| {
         (members[c], gap_parameter(members[c], groups.get(c).map_or(0, |g| g.count)))
     });
@@ -216,61 +216,8 @@ pub(super) fn take<T: Unit, K: Kernels + ?Sized>(
         low_at += g.count * k as usize;
         base = these.last().map_or(base, |&one| one + 1);
         rest = others;
-        select(&row[..words], &before[..words], ranks, positions);
+        kernels.select(&row[..words], &before[..words], ranks, positions);
     }
     values::take(codes, ones, &mut payload, groups)?;
     if payload.is_empty() { Ok(()) } else { Err("it goes on after its end") }
-}
-
-/// Appends the positions of the members of these ascending ranks; each rank is below the class's size.
-fn select(row: &[u64], before: &[u16], ranks: &[u16], positions: &mut Vec<u16>) {
-    let mut word = 0;
-    for &rank in ranks {
-        // The last word that has no more members before it than the rank. A few steps get there where changes
-        // are dense; where they are not, halving does.
-        let ahead = &before[word..];
-        word += match ahead.iter().take(8).position(|&b| b > rank) {
-            Some(past) => past,
-            None => ahead.partition_point(|&b| b <= rank),
-        } - 1;
-        positions.push((word * 64) as u16 + nth_one(row[word], u32::from(rank - before[word])) as u16);
-    }
-}
-
-/// The number of the `n`-th bit that is one, counting from zero; the word has more than `n`.
-fn nth_one(mut word: u64, mut n: u32) -> u32 {
-    let mut at = 0;
-    for half in [32, 16, 8, 4, 2, 1] {
-        let low = (word & ((1 << half) - 1)).count_ones();
-        let above = u32::from(n >= low);
-        n -= low * above;
-        word >>= half * above;
-        at += half * above;
-    }
-    at
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_nth_one_is_found_in_every_word() {
-        for word in [1, 1 << 63, u64::MAX, 0xf0f0_0000_0001_8001, 0x8000_0001_0000_0000] {
-            let ones: Vec<u32> = (0..64).filter(|i| word >> i & 1 == 1).collect();
-            for (n, &bit) in ones.iter().enumerate() {
-                assert_eq!(nth_one(word, n as u32), bit, "{word:x} {n}");
-            }
-        }
-    }
-
-    #[test]
-    fn empty_words_are_stepped_over() {
-        let row = [0, 0b101, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1 << 63, 0];
-        let mut before = Vec::new();
-        assert_eq!(count_before(&row, row.len(), row.len(), &mut before)[0], 3);
-        let mut positions = Vec::new();
-        select(&row, &before, &[0, 1, 2], &mut positions);
-        assert_eq!(positions, [64, 66, 12 * 64 + 63]);
-    }
 }

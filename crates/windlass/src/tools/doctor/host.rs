@@ -5,6 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Resource, Rlimit, getrlimit};
 use windlass_core::error::Kind;
+use windlass_data::simd;
 
 use super::Check;
 use super::system::System;
@@ -26,15 +27,12 @@ const FIRST_PIDS: &str = "pid:[4026531836]";
 /// The processor.
 pub(crate) fn cpu() -> Check {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    judge_cpu(cores, windlass_data::simd::kernels_name())
+    judge_cpu(cores, simd::kernels_name())
 }
 
 fn judge_cpu(cores: usize, kernels: &str) -> Check {
     Check::ok("cpu", format!("{cores} cores, {kernels}"))
-        .advise(
-            kernels == "portable",
-            "this CPU has no supported vector instructions; encoding and applying are several times slower",
-        )
+        .advise(kernels == simd::PORTABLE, simd::SLOWER)
         .advise(
             cores < CORES,
             format!(
