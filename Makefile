@@ -29,7 +29,7 @@ EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo build test check test-busy rust loom soak bench peers gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
 .PHONY: clean crates fuzz-smoke
-.PHONY: venv develop wheel pytest engines engine-venvs lint-py fmt-py stubs requirements
+.PHONY: venv develop wheel wheel-check portable pytest engines engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -178,14 +178,14 @@ venv: $(READY) ## the Python environment .venv, from the pinned requirements
 	.venv/bin/uv pip sync --quiet --require-hashes --compile-bytecode --python .venv/bin/python $^
 	touch $@
 
-# Needs no .venv, so that pages can be written without torch; takes its uv, which is faster, if there is one.
-.venv-docs/ready: requirements/docs.txt
+# These need no .venv, so that pages can be written and wheels built without torch; its uv is taken, which is faster, if there is one.
+.venv-docs/ready .venv-wheel/ready: .venv-%/ready: requirements/%.txt
 	if test -e .venv/ready; then \
-	    .venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-docs; \
-	    .venv/bin/uv pip sync --quiet --require-hashes --python .venv-docs/bin/python $<; \
+	    .venv/bin/uv venv --quiet --clear --python .venv/bin/python .venv-$*; \
+	    .venv/bin/uv pip sync --quiet --require-hashes --python .venv-$*/bin/python $<; \
 	else \
-	    $(PYTHON) -m venv --clear .venv-docs; \
-	    .venv-docs/bin/python -m pip install --quiet --require-hashes -r $<; fi
+	    $(PYTHON) -m venv --clear .venv-$*; \
+	    .venv-$*/bin/python -m pip install --quiet --require-hashes -r $<; fi
 	touch $@
 
 # DeepSpeed compiles a part of itself at its first use, which takes longer on a busy machine than tests wait. A lock is of a
@@ -213,8 +213,25 @@ develop: $(READY) ## build the extension and put it where python/ finds it
 	$(CARGO) build $(DEV) --lib
 	$(call put,debug)
 
-wheel: $(READY) ## a wheel for release, in target/wheels
-	$(PY) -m maturin build --release --locked --strip --out target/wheels
+# zig links with the glibc of manylinux_2_28, whatever glibc this machine has, and compiles ring.
+WHEEL_MIB := 12
+wheel: .venv-wheel/ready ## a wheel for release, for every Linux with glibc 2.28 and Python 3.10 or later, in target/wheels
+	rm -f target/wheels/windlass-*.whl
+	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/maturin build --release --locked --strip --zig \
+	    --target "$$(uname -m)-unknown-linux-gnu" --compatibility manylinux_2_28 --out target/wheels
+	.venv-wheel/bin/auditwheel show target/wheels/windlass-*.whl | tr '\n' ' ' | grep -o 'consistent with.*platform tag: "manylinux_2_28_[a-z0-9_]*"'
+	@size=$$(stat -c %s target/wheels/windlass-*.whl); echo "$$((size >> 10)) KiB"; [ $$size -le $$(($(WHEEL_MIB) << 20)) ] || \
+	    { echo "*** the wheel has more than $(WHEEL_MIB) MiB" >&2; exit 1; }
+
+wheel-check: ## install the wheel where nothing but Python is, in roots of two releases of Debian, and run it (root; needs debootstrap)
+	scripts/wheel_check.sh
+
+NO_AVX2 := qemu-x86_64 -cpu Nehalem
+portable: ## the tests of kernels, deltas and digests, and `windlass doctor`, on an emulated processor without AVX2 (needs qemu-x86_64)
+	@command -v qemu-x86_64 >/dev/null || { echo "*** there is no qemu-x86_64 (Debian: qemu-user)" >&2; exit 2; }
+	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$(NO_AVX2)" $(CARGO) test $(DEV) --lib -- simd:: kernel:: delta:: digest::
+	$(CARGO) build $(DEV) --bin windlass
+	$(NO_AVX2) target/debug/windlass doctor | tee /dev/stderr | grep -q 'cores, portable'
 
 pytest: develop $(COMPILED) ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(SLOW) $(ARGS)
@@ -238,7 +255,7 @@ stubs: $(READY) ## write python/windlass/_windlass.pyi anew
 	$(PY) scripts/stubs.py
 
 requirements: ## pin the newest versions that requirements/*.in allow (needs uv: PY=... or a .venv)
-	for group in dev torch docs; do \
+	for group in dev torch docs wheel; do \
 	    $(PY) -m uv pip compile --quiet --upgrade --generate-hashes --no-header --no-annotate --no-emit-index-url \
 	        --no-emit-find-links --python-version 3.11 requirements/$$group.in -o requirements/$$group.txt || exit; done
 	$(PY) -m uv pip compile --quiet --upgrade --no-deps --generate-hashes --no-header --no-annotate --no-emit-index-url \
@@ -249,5 +266,5 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-peers .venv-docs .tools python/windlass-*.dist-info
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-peers .venv-docs .venv-wheel .tools python/windlass-*.dist-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
