@@ -439,6 +439,8 @@ class TransferStatus(Config):
     """Where a receiver stands: what it is doing, what it has, and how far the transfer is."""
 
     stage: Literal["idle", "asking", "pulling", "opening", "applying", "finishing"] = "idle"
+    #: Who was asked last: an agent, or a store.
+    publisher: str | None = None
     target: Identity | None = None
     image: Known | None = None
     mode: Literal["full", "delta"] | None = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -88,11 +92,93 @@ def test_a_receiver_in_python_follows_a_store_and_gets_any_version_of_it(home: P
             assert all(torch.equal(image.tensors[name], published[2][name]) for name in weights)
 
 
+class Way:
+    """A way to an agent that can be cut."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("http://").rpartition(":")
+        self._to = (host, int(port))
+        self._open: list[socket.socket] = []
+        self._whole = True
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            if not self._whole:
+                near.close()
+                continue
+            far = socket.create_connection(self._to)
+            self._open += [near, far]
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, to: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                to.sendall(data)
+            to.shutdown(socket.SHUT_WR)
+
+    def cut(self) -> None:
+        self._whole = False
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def mend(self) -> None:
+        self._whole = True
+
+    def close(self) -> None:
+        self.cut()
+        self._listener.close()
+
+
+def test_a_receiver_in_python_goes_on_from_the_store_while_its_agent_is_away(home: Path) -> None:
+    url = f"file://{home}/run"
+    weights = {f"layer.{n}": torch.randn(300, 200).to(torch.bfloat16) for n in range(4)}
+    (home / "image").mkdir()
+    with WeightManager(region_dir=str(home), timeout=120.0, store=url) as wm:
+        wm.offload(weights, 1)
+        wm.wait_stored(1)
+        with contextlib.closing(Way(wm.endpoint)) as way:
+            agent = {"endpoint": way.endpoint, "token_file": wm.token_file}
+            with Receiver(home / "image", **agent, store=url, store_after=0.1) as receiver:
+                assert receiver.wait(1, timeout=120).mode == "full"
+                for version, publisher in enumerate((url, url, way.endpoint, way.endpoint, url), 2):
+                    if publisher == url:
+                        way.cut()
+                    else:
+                        way.mend()
+                        until = time.monotonic() + 120
+                        while publisher not in str(receiver.status().publisher):
+                            assert time.monotonic() < until, receiver.status()
+                            receiver.sync(60)
+                    weights["layer.2"][version] += 1.0
+                    wm.offload(weights, version)
+                    wm.wait_stored(version)
+                    synced = receiver.wait(version, timeout=120)
+                    assert (synced.mode, synced.wire_bytes < 100_000) == ("delta", True), synced
+                    assert publisher in str(receiver.status().publisher)
+                    with receiver.hold() as image:
+                        assert all(torch.equal(image.tensors[name], weights[name]) for name in weights)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"store": "s3://bucket/run", "token": "t" * 32}, "a store takes no token"),
-        ({"store": "s3://bucket/run", "region": "/dev/shm/x"}, "give one of"),
+        ({"store": "s3://bucket/run", "region": "/dev/shm/x", "version": 3}, "leave out the agent"),
+        (
+            {"store": "s3://bucket/run", "region": "/dev/shm/x", "slice": {"a": [[]]}},
+            "receive the whole model",
+        ),
+        ({"store": "s3://bucket/run", "region": "/dev/shm/x", "store_after": -1.0}, "store_after of -1 s"),
+        ({"endpoint": "http://a:1", "token": "t" * 32, "region": "/dev/shm/x"}, "give one of"),
         ({"store": "s3://bucket/run", "nixl": True}, "from a store, receive the whole model"),
         ({"store": "bucket/run"}, "bucket/run"),
         ({"region": "/dev/shm/x", "version": 3}, "version is for a store"),
@@ -148,3 +234,76 @@ def test_a_store_that_cannot_be_used_is_refused_at_once(fields: dict[str, Any], 
     with pytest.raises(WindlassInvalid, match=said) as refused:
         WeightManagerConfig.from_dict(fields)
     assert "user:secret" not in str(refused.value)
+
+
+def test_an_adapter_and_its_base_model_are_followed_from_one_store_beside_each_other(home: Path) -> None:
+    peft = pytest.importorskip("peft")
+    import transformers
+
+    from windlass.extract.lora import collect_lora
+
+    url = f"file://{home}/run"
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    chosen = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(transformers.LlamaForCausalLM(config).to(torch.bfloat16), chosen)
+
+    def train() -> None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape).to(parameter.dtype))
+
+    def check(receiver: Receiver, expected: dict[str, torch.Tensor]) -> None:
+        with receiver.hold() as image:
+            assert sorted(image.tensors) == sorted(expected)
+            assert all(torch.equal(image.tensors[name], tensor) for name, tensor in expected.items())
+
+    def publisher(run: str, kind: str, model_id: str) -> WeightManager:
+        place = home / run / kind
+        place.mkdir(parents=True)
+        return WeightManager(region_dir=str(place), timeout=120.0, store=url, lora=kind, model_id=model_id)
+
+    def receiver(model_id: str) -> Receiver:
+        (home / "image").mkdir(exist_ok=True)
+        return Receiver(home / "image", store=f"{url}/{model_id}")
+
+    incarnations = {}
+    with receiver("policy") as base, receiver("policy.lora") as adapter:
+        for run in ("first", "resumed"):
+            with (
+                publisher(run, "base", "policy") as bases,
+                publisher(run, "adapter", "policy.lora") as adapters,
+            ):
+                bases.offload(model, 1)
+                bases.wait_stored(1)
+                for version in (1, 2, 3):
+                    train()
+                    adapters.offload(model, version)
+                    adapters.wait_stored(version)
+                    while (newer := adapter.wait_newer(120)) is not None and newer[1] != version:
+                        adapter.sync()
+                    assert newer is not None
+                    assert adapter.sync().image is not None
+                    check(adapter, collect_lora(model).tensors)
+                incarnations[run] = newer[0]
+                base.wait(1, timeout=120)
+                assert base.version == 1
+                names = [name for name in model.state_dict() if "lora_" not in name]
+                check(base, {clean(name): model.state_dict()[name] for name in names})
+    assert incarnations["first"] < incarnations["resumed"]
+    # A URL that does not say which of the two is not enough.
+    with pytest.raises(WindlassInvalid, match="policy, policy.lora"):
+        Receiver(home / "other", store=url, timeout=60)
+    # Versions of the run before are beside those of the new one, and each is a file that an engine loads.
+    words = ["store", "ls", f"{url}/policy.lora", "--json"]
+    command = [sys.executable, "-m", "windlass", *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
+    listed = json.loads(done.stdout.splitlines()[-1])["models"][0]
+    assert (listed["model_id"], listed["incarnations"], listed["versions"]) == ("policy.lora", 2, 6), listed
+
+
+def clean(name: str) -> str:
+    """The name of a tensor of the base model, without what peft puts around it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer", "")

@@ -7,7 +7,8 @@ use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use windlass::service::control::HttpControl;
 use windlass::service::store;
-use windlass_core::address::{AddressError, StoreUrl, Token};
+use windlass::service::store::fallback::{Fallback, FallbackStore, Turn};
+use windlass_core::address::{StoreUrl, Token};
 use windlass_core::error::Kind;
 use windlass_core::identity::ModelId;
 use windlass_core::slice::Selection;
@@ -48,7 +49,7 @@ enum Slot {
 
 /// Whom to follow.
 enum Publisher {
-    Agent(Arc<HttpControl>),
+    Agent(Arc<dyn Control>),
     Store { url: StoreUrl, version: Option<u64>, trust: Option<Trust>, dir: PathBuf },
 }
 
@@ -56,7 +57,7 @@ impl Publisher {
     /// The conversation with it, and the name of its model.
     fn ask(&self, stop: &Stop) -> Result<(Arc<dyn Control>, ModelId), ControlError> {
         let control: Arc<dyn Control> = match self {
-            Publisher::Agent(control) => Arc::<HttpControl>::clone(control),
+            Publisher::Agent(control) => Arc::clone(control),
             Publisher::Store { url, version, trust, dir } => {
                 store::follow(url, *version, trust.as_ref(), dir, stop)?
             }
@@ -122,14 +123,15 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
 #[pymethods]
 impl Receiver {
     /// Follows the agent at `endpoint`, the agent of the region on this host that `region` names, or the store at `store`, of which it
-    /// gets `version` if that is given, into an image below `image_dir`: all of it, or the `slice` that a selection in JSON
+    /// gets `version` if that is given. With an agent and a store, versions come from the store while the agent has been away for
+    /// `store_after` seconds. They come into an image below `image_dir`: all of it, or the `slice` that a selection in JSON
     /// names. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
     /// where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
     /// first free port of `relay_ports`; zeros mean any. With `nixl` it reads images from the agent's memory where the agent lets it, by the
     /// library at `nixl_library` or that of the active environment. With `timeout` the agent must answer within it; without, one that is away is
     /// waited for by whatever needs it first.
     #[new]
-    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, store = None, version = None, slice = None, name = "receiver", mode = "auto",
+    #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, store = None, store_after = 30.0, version = None, slice = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
         keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), nixl = false, nixl_library = None, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
@@ -141,6 +143,7 @@ impl Receiver {
         tls_ca: Option<PathBuf>,
         region: Option<PathBuf>,
         store: Option<&str>,
+        store_after: f64,
         version: Option<u64>,
         slice: Option<&str>,
         name: &str,
@@ -160,30 +163,49 @@ impl Receiver {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
         let transfer_timeout = held::seconds("transfer_timeout", transfer_timeout)?;
         let trust = windlass::service::tls::trust(tls_ca.as_deref()).map_err(Failure::from)?;
-        let agent = |control: HttpControl| {
-            let control = control.with_trust(trust.clone()).with_timeout(transfer_timeout);
-            Publisher::Agent(Arc::new(control))
-        };
-        if store.is_none() && version.is_some() {
+        let url = store.map(str::parse::<StoreUrl>).transpose();
+        let url = url.map_err(|e| Failure::of(e.kind(), &e))?;
+        if url.is_none() && version.is_some() {
             let text = "version is for a store: an agent has its newest versions only";
             return Err(Failure::invalid(text).into());
         }
-        let publisher = match (endpoint, region, store, token) {
-            (Some(endpoint), None, None, Some(token)) => {
-                agent(HttpControl::new(&endpoint, token).map_err(Failure::from)?)
+        let slice_or_nixl = slice.is_some() || nixl;
+        let no_slice =
+            || Failure::invalid("slice and nixl are for agents: from a store, receive the whole model");
+        let agent = |control: HttpControl| {
+            let agent = Arc::new(control.with_trust(trust.clone()).with_timeout(transfer_timeout));
+            let Some(url) = url.clone() else { return Ok(Publisher::Agent(agent)) };
+            if slice.is_some() {
+                return Err(no_slice());
             }
-            (Some(_), None, None, None) => {
+            if version.is_some() {
+                return Err(Failure::invalid("version is for a store alone: leave out the agent"));
+            }
+            let after = held::seconds("store_after", store_after)?;
+            let store = FallbackStore { url, after, trust: trust.clone(), dir: image_dir.clone() };
+            let tell = |turn: &Turn| {
+                tracing::warn!(
+                    publisher = turn.publisher,
+                    reason = turn.reason,
+                    "versions come from elsewhere now"
+                );
+            };
+            Ok(Publisher::Agent(Arc::new(Fallback::new(agent, store, Box::new(tell)))))
+        };
+        let publisher = match (endpoint, region, url.clone(), token) {
+            (Some(endpoint), None, _, Some(token)) => {
+                agent(HttpControl::new(&endpoint, token).map_err(Failure::from)?)?
+            }
+            (Some(_), None, _, None) => {
                 let text =
                     "an endpoint needs its token; it is in the file that the agent names when it starts";
                 return Err(Failure::invalid(text).into());
             }
-            (None, Some(dir), None, token) => agent(HttpControl::of_region(&dir, token)),
+            (None, Some(dir), _, token) => agent(HttpControl::of_region(&dir, token))?,
             (None, None, Some(url), None) => {
-                if slice.is_some() || nixl {
-                    let text = "slice and nixl are for agents: from a store, receive the whole model";
-                    return Err(Failure::invalid(text).into());
+                if slice_or_nixl {
+                    return Err(no_slice().into());
                 }
-                let url = url.parse().map_err(|e: AddressError| Failure::of(e.kind(), &e))?;
                 Publisher::Store { url, version, trust, dir: image_dir.clone() }
             }
             (None, None, Some(_), Some(_)) => {
@@ -191,9 +213,10 @@ impl Receiver {
                 return Err(Failure::invalid(text).into());
             }
             (..) => {
-                return Err(
-                    Failure::invalid("give one of an endpoint, a region on this host, or a store").into()
-                );
+                return Err(Failure::invalid(
+                    "give one of an endpoint, a region on this host, or a store; or a store with one of the others",
+                )
+                .into());
             }
         };
         let slice = slice.map(|json| Selection::from_json(json.as_bytes())).transpose();

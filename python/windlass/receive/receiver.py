@@ -135,7 +135,8 @@ class Receiver:
 
     ``endpoint`` is the agent's, with its token or the file that holds it; on the trainer's host, ``region`` names the region's directory
     instead. ``store`` is the URL of a store (``docs/store.md``), such as ``s3://bucket/run``; credentials come from the environment, and
-    ``version`` asks for that version instead of the newest. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
+    ``version`` asks for that version instead of the newest. With an agent and a ``store``, versions come from the store while the agent has
+    been away for ``store_after`` seconds, and from the agent again when it answers; ``status().publisher`` says which. ``tls_ca`` is a PEM file with those to trust where the endpoint begins with ``https://``; without it, the one
     that ``WINDLASS_TLS_CA`` names, or those of the system. The image is kept in a directory of the model's name below ``image_dir``. Receiving goes on in
     :meth:`sync` and :meth:`wait` only. What this receiver has, it passes on in the background to other receivers of the same version
     (``relay=False`` disables that), on a port of ``relay_ports`` (first and last; zeros take any). With ``keep_deltas``, the last deltas that led to the image
@@ -156,6 +157,7 @@ class Receiver:
         tls_ca: str | Path | None = None,
         region: str | Path | None = None,
         store: str | None = None,
+        store_after: float = 30.0,
         version: int | None = None,
         slice: Selection | None = None,
         name: str = "receiver",
@@ -183,6 +185,7 @@ class Receiver:
                 tls_ca=None if tls_ca is None else Path(tls_ca),
                 region=None if region is None else Path(region),
                 store=store,
+                store_after=store_after,
                 version=version,
                 slice=None if slice is None else json.dumps(slice),
                 name=name,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
+use std::sync::Arc;
 
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
@@ -54,6 +55,15 @@ pub trait Control: Send + Sync {
     /// What brings the bytes of tickets, where the publisher does not send them over TCP itself.
     fn carrier(&self) -> Option<&dyn Carrier> {
         None
+    }
+    /// The publisher that is spoken to now, where this one turns from one to another: what a ticket is for comes from where it
+    /// was granted.
+    fn chosen(&self) -> Option<Arc<dyn Control>> {
+        None
+    }
+    /// Whether what it announces is wanted although the image has a newer version of the same incarnation.
+    fn goes_back(&self) -> bool {
+        false
     }
     /// The address of this host on the way there. None if there is no way, as within one process.
     fn local_address(&self) -> Option<IpAddr> {

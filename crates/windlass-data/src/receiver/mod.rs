@@ -8,6 +8,8 @@
 //!
 //! 1. Ask which version is newest. A new incarnation makes every version number meaningless: the blocks' versions
 //!    are forgotten, their sums are not. Another layout needs another image.
+//!    What the publisher has of the same incarnation may be older than a whole image, as in a store whose upload is behind: then
+//!    there is nothing to do.
 //! 2. An image that is whole asks for a delta from what it has. The delta is fetched into memory of its own while
 //!    engines go on reading the image, then the image is opened, changed and finished.
 //! 3. Otherwise the image is open, and these are repeated until every block is of one version:
@@ -433,6 +435,7 @@ impl Receiver {
         let peer = || self.control.peer();
         self.status.set(|s| s.stage = Stage::Asking);
         let mut info = self.control.version(None, stop)?;
+        self.status.set(|s| s.publisher = Some(peer()));
         if let Some((wanted, version)) = to {
             while info.incarnation == wanted && info.version.is_none_or(|v| v < version) {
                 stop.check().map_err(|source| self.stopped(Stage::Asking, source))?;
@@ -619,7 +622,7 @@ impl Receiver {
 
     fn puller(&self) -> Puller {
         Puller {
-            control: Arc::clone(&self.control),
+            control: self.control.chosen().unwrap_or_else(|| Arc::clone(&self.control)),
             status: self.status.clone(),
             listener: self.listener.clone(),
             allow: self.config.allow.clone(),

@@ -74,6 +74,9 @@ impl Receiver {
             None => {
                 let same = self.keeps.is_some() || Some(k.digest) == info.digest;
                 same && Some(&k.identity) == info.identity().as_ref()
+                    || !self.control.goes_back()
+                        && k.identity.incarnation == info.incarnation
+                        && info.version.is_some_and(|announced| announced < k.identity.version)
             }
         };
         let has = if hide { self.held() } else { self.current() };
@@ -172,6 +175,11 @@ impl<'a> Run<'a> {
     /// Applies `fetched`, then repeats until every block is of one version.
     fn into_one_version(mut self, fetched: Vec<Fetched>) -> Result<Known, ReceiverError> {
         let (mut placed, alone) = (None, fetched.len() == 1);
+        if self.receiver.control.carrier().is_some() {
+            // Blocks of a version that the store does not have yet: their sums tell which are the same there.
+            let newest = self.info.version.unwrap_or(Version::MAX);
+            self.refresh.versions().range(newest.saturating_add(1)..).for_each(|v| self.refresh.forget(*v));
+        }
         for fetched in fetched {
             let parts = fetched.parts(self.receiver.config.image.threads)?;
             // The delta is kept before the version can be seen, so that a reader of the version finds it. It is written

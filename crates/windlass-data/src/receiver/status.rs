@@ -46,6 +46,8 @@ impl fmt::Display for Stage {
 pub struct TransferStatus {
     /// What it is doing.
     pub stage: Stage,
+    /// Who was asked last: an agent, or a store.
+    pub publisher: Option<String>,
     /// The version that is being fetched.
     pub target: Option<Identity>,
     /// The whole version in the image.

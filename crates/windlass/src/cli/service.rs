@@ -27,6 +27,7 @@ use crate::service::engines::prove::Prove;
 use crate::service::engines::{CachePolicy, EngineOptions, EngineSpec, Extras, ModelEngine, PauseMode};
 use crate::service::nixl::{Nixl, When};
 use crate::service::receive::{Controlled, Publisher, Receive};
+use crate::service::store::fallback::{AWAY, FallbackStore};
 use crate::service::store::publish::StoreOptions;
 use crate::service::tls;
 use crate::service::token;
@@ -342,6 +343,12 @@ pub(super) struct ParsedReceive {
     /// Get this version from the store instead of following the newest, and exit
     #[arg(long, value_name = "VERSION", requires = "from", conflicts_with_all = ["versions", "until", "controller", "region", "in_place"])]
     version: Option<u64>,
+    /// While an agent cannot be reached, take versions from this store, to which the agent uploads them: s3://BUCKET/RUN and so on
+    #[arg(long, value_name = "URL", conflicts_with_all = ["version", "in_place", "controller"])]
+    store: Option<String>,
+    /// How long an agent must be away until versions come from --store, in seconds
+    #[arg(long, default_value_t = AWAY.as_secs_f64(), value_parser = parse_seconds, requires = "store", value_name = "S")]
+    store_after: f64,
     /// Region of a publisher on this host, which has the agent's address and token
     #[arg(long, value_name = "DIR")]
     region: Vec<PathBuf>,
@@ -579,9 +586,20 @@ impl ParsedReceive {
                 "--version is for a store, and {url} is an agent, which has its newest versions only: give --until, or a store"
             )));
         }
-        if stores > 0 && self.slice.is_some() {
+        if (stores > 0 || self.store.is_some()) && self.slice.is_some() {
             return Err(Error::Usage("--slice is for agents; from a store, receive the whole model".into()));
         }
+        if stores > 0 && self.store.is_some() {
+            let why = "--store is for the time that an agent is away, and --from names a store: give --from an agent";
+            return Err(Error::Usage(why.into()));
+        }
+        let trust = self.client.trust()?;
+        let fallback = self.store.map(|url| {
+            let url = url.parse().map_err(|e: AddressError| Error::Usage(format!("--store: {e}")))?;
+            let after = Duration::from_secs_f64(self.store_after);
+            Ok::<_, Error>(FallbackStore { url, after, trust: trust.clone(), dir: self.dir.clone() })
+        });
+        let fallback = fallback.transpose()?;
         let remote = self.from.into_iter().map(|url| match &token {
             _ if is_store(&url) => {
                 let url = url.parse().map_err(|e: AddressError| Error::Usage(format!("--from: {e}")))?;
@@ -628,6 +646,7 @@ impl ParsedReceive {
         });
         Ok(Receive {
             publishers,
+            fallback,
             in_place: self.in_place,
             dir: self.dir,
             slice,
@@ -653,7 +672,7 @@ impl ParsedReceive {
                 group: self.group,
                 timeout: Duration::from_secs(self.timeout),
             }),
-            trust: self.client.trust()?,
+            trust,
             controller: controller.transpose()?,
             relay: self.relay.check()?,
             nixl: self.nixl.check()?,

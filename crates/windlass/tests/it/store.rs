@@ -1,5 +1,6 @@
 //! A store with real processes: a trainer and its agent upload, receivers follow. In a directory, and in real servers.
 
+mod fallback;
 mod faults;
 mod server;
 mod tools;

@@ -1,6 +1,7 @@
 //! `windlass receive`: keeps local images of models up to date with their publishers.
 //!
-//! A publisher is an agent or a store ([`crate::service::store`]); the receiver's algorithm is the same.
+//! A publisher is an agent, a store ([`crate::service::store`]), or an agent with a store for the time that it is away
+//! ([`crate::service::store::fallback`]); the receiver's algorithm is the same.
 //!
 //! Owns: one thread per publisher, its loop of waiting and syncing, and its output. Engines read the image in place under
 //! map leases. Must not: end because a publisher is unreachable; the receiver retries with a growing backoff and reports
@@ -69,6 +70,7 @@ use crate::service::disk::as_dir::{AsDir, Placed};
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 use crate::service::nixl::Nixl;
 use crate::service::store;
+use crate::service::store::fallback::{Fallback, FallbackStore, Turn};
 
 pub(crate) use self::member::Controlled;
 use self::retry::{Attempts, Standing, retry_transient};
@@ -98,7 +100,17 @@ impl Publisher {
             Publisher::Endpoint(url, token) => HttpControl::new(url, token.clone())?,
             Publisher::Region(dir, token) => HttpControl::of_region(dir, token.clone()),
         };
-        Ok(Arc::new(control.with_trust(trust.cloned()).with_timeout(timeout)))
+        let agent = Arc::new(control.with_trust(trust.cloned()).with_timeout(timeout));
+        let Some(store) = &receive.fallback else { return Ok(agent) };
+        let session = session.clone();
+        let tell = move |turn: &Turn| {
+            let Turn { to_store, publisher, reason } = turn;
+            let source = if *to_store { "store" } else { "agent" };
+            let event =
+                json!({ "event": "source", "source": source, "publisher": publisher, "reason": reason });
+            session.event(&event, || format!("versions come from {publisher} now: {reason}"));
+        };
+        Ok(Arc::new(Fallback::new(agent, store.clone(), Box::new(tell))))
     }
 }
 
@@ -106,6 +118,8 @@ impl Publisher {
 #[derive(Clone, Debug)]
 pub(crate) struct Receive {
     pub(crate) publishers: Vec<Publisher>,
+    /// Where versions come from while an agent is away.
+    pub(crate) fallback: Option<FallbackStore>,
     /// Regions on this host whose slots are read in place.
     pub(crate) in_place: Vec<PathBuf>,
     /// Where images are kept: a directory for each model below it.

@@ -58,9 +58,9 @@ const STRIPE: u32 = 8 << 20;
 /// How many ranges are fetched at once.
 const STREAMS: u16 = 8;
 /// How long a wait for a newer version lasts before the caller is asked whether to go on.
-const WAIT: Duration = Duration::from_secs(20);
+pub(super) const WAIT: Duration = Duration::from_secs(20);
 /// The pause between two looks at the head: the first after something new, and the longest.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+pub(super) const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
 /// How often the image bytes of one version are asked for before the store is blamed.
 const FILLS: u32 = 16;
 /// How many earlier indexes are read on the way back to what the receiver has.
@@ -168,6 +168,36 @@ impl StoreControl {
         }
         state.head = Some((head, tag));
         Ok(())
+    }
+
+    /// The newest version. Where the receiver has it, links to it are let go of.
+    pub(super) fn glance(
+        &self,
+        newer_than: Option<(Incarnation, Version)>,
+        stop: &Stop,
+    ) -> Result<VersionInfo, ControlError> {
+        self.refresh(stop)?;
+        let index = &self.stored()?.index;
+        let info = VersionInfo {
+            version: Some(index.identity.version),
+            model_id: index.identity.model_id.clone(),
+            incarnation: index.identity.incarnation,
+            digest: Some(index.digest),
+            layout_hash: index.layout_hash,
+            cuts_hash: index.cuts_hash,
+        };
+        if newer_than.is_some() && !info.is_newer_than(newer_than) {
+            self.clear_links();
+        }
+        Ok(info)
+    }
+
+    /// Removes links that are not needed any more.
+    pub(super) fn clear_links(&self) {
+        let history = self.state().history.clone();
+        if let Some((_, history)) = history.filter(|(_, h)| !h.versions().is_empty()) {
+            history.clear();
+        }
     }
 
     fn stored(&self) -> Result<Arc<Stored>, ControlError> {
@@ -520,6 +550,10 @@ impl Control for StoreControl {
         Some(self)
     }
 
+    fn goes_back(&self) -> bool {
+        self.pick.version.is_some()
+    }
+
     fn version(
         &self,
         newer_than: Option<(Incarnation, Version)>,
@@ -528,23 +562,9 @@ impl Control for StoreControl {
         let until = stop.with_timeout(WAIT);
         let mut pause = PAUSES.0;
         loop {
-            self.refresh(stop)?;
-            let index = &self.stored()?.index;
-            let info = VersionInfo {
-                version: Some(index.identity.version),
-                model_id: index.identity.model_id.clone(),
-                incarnation: index.identity.incarnation,
-                digest: Some(index.digest),
-                layout_hash: index.layout_hash,
-                cuts_hash: index.cuts_hash,
-            };
+            let info = self.glance(newer_than, stop)?;
             if newer_than.is_none() || info.is_newer_than(newer_than) || until.is_set() {
                 return Ok(info);
-            }
-            // The receiver has it: links to it are not needed any more.
-            let history = self.state().history.clone();
-            if let Some((_, history)) = history.filter(|(_, h)| !h.versions().is_empty()) {
-                history.clear();
             }
             let again = until.with_timeout(pause);
             while !again.is_set() {

@@ -6,11 +6,13 @@
 //! | [`model`] | one model: its head, its versions and its documents |
 //! | [`publish`] | the task of an agent that uploads what it seals |
 //! | [`follow`] | the receiver's end |
+//! | [`fallback`] | an agent, and its store while that is away |
 //! | [`transport`] | the requests, sent by the client of all services |
 //!
 //! The format, and every decision about what is fetched, written and removed, is [`windlass_core::store`].
 
 pub(crate) mod bucket;
+pub mod fallback;
 pub(crate) mod follow;
 pub(crate) mod model;
 pub(crate) mod publish;
