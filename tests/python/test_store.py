@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -90,6 +91,31 @@ def test_a_receiver_in_python_follows_a_store_and_gets_any_version_of_it(home: P
         with receiver.hold() as image:
             assert image.version == 2
             assert all(torch.equal(image.tensors[name], published[2][name]) for name in weights)
+
+
+def test_an_image_that_is_ahead_of_a_store_stays_unless_an_older_version_is_named(home: Path) -> None:
+    url = f"file://{home}/run"
+    weights = {"layer": torch.randn(300, 200).to(torch.bfloat16)}
+    first = weights["layer"].clone()
+    (home / "image").mkdir()
+    with WeightManager(region_dir=str(home), timeout=120.0, store=url) as wm:
+        wm.offload(weights, 1)
+        wm.wait_stored(1)
+        # What a store is whose upload is behind.
+        shutil.copytree(home / "run", home / "behind")
+        weights["layer"][7] += 1.0
+        wm.offload(weights, 2)
+        with Receiver(home / "image", region=wm.region) as receiver:
+            receiver.wait(2, timeout=120)
+    behind = f"file://{home}/behind"
+    with Receiver(home / "image", store=behind, timeout=60) as receiver:
+        synced = receiver.sync()
+        assert (synced.mode, synced.wire_bytes, receiver.version) == ("none", 0, 2)
+        assert receiver.wait_newer(0.5) is None
+    with Receiver(home / "image", store=behind, version=1, timeout=60) as receiver:
+        receiver.sync()
+        with receiver.hold() as image:
+            assert (image.version, torch.equal(image.tensors["layer"], first)) == (1, True)
 
 
 class Way:

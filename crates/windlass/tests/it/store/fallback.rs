@@ -149,6 +149,44 @@ fn a_receiver_that_is_ahead_of_the_store_keeps_its_version_until_its_agent_is_ba
 }
 
 #[test]
+fn blocks_of_a_version_that_a_store_does_not_have_any_more_are_no_obstacle() {
+    let home = home();
+    let (run, old) = (home.path().join("run"), home.path().join("old"));
+    let url = format!("file://{}", run.display());
+    let mut trainer = trainer(&home.path().join("region"));
+    let agent = super::agent(&trainer.region, &url, &["--store-anchor-every=1"]);
+    let digest = stored(&mut trainer, &agent, 1);
+    copy(&run, &old);
+    // Until a version leads on from another anchor.
+    let mut version = 2;
+    while objects(&run, "/anchor-").len() < 2 {
+        stored(&mut trainer, &agent, version);
+        version += 1;
+    }
+    stored(&mut trainer, &agent, version);
+    fs::remove_file(objects(&run, "/000002-").pop().unwrap()).unwrap();
+    let receiver = receive(&url, &home.path().join("image"), &[]);
+    let line = super::waiting(&receiver);
+    assert!(line["error"].as_str().unwrap().contains("/000002-"), "some blocks are missing: {line}");
+    // The store is as it was before.
+    fs::rename(&run, home.path().join("new")).unwrap();
+    fs::rename(&old, &run).unwrap();
+    assert_eq!(shown(&receiver, 1)["image"]["digest"], digest.as_str());
+}
+
+fn copy(from: &Path, to: &Path) {
+    fs::create_dir(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let place = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            copy(&entry.path(), &place);
+        } else {
+            fs::copy(entry.path(), place).unwrap();
+        }
+    }
+}
+
+#[test]
 fn a_receiver_whose_agent_is_away_at_its_start_begins_with_the_store() {
     let home = home();
     let moto = Moto::start(home.path());
