@@ -231,7 +231,7 @@ portable: ## the tests of kernels, deltas and digests, and `windlass doctor`, on
 	@command -v qemu-x86_64 >/dev/null || { echo "*** there is no qemu-x86_64 (Debian: qemu-user)" >&2; exit 2; }
 	CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="$(NO_AVX2)" $(CARGO) test $(DEV) --lib -- simd:: kernel:: delta:: digest::
 	$(CARGO) build $(DEV) --bin windlass
-	$(NO_AVX2) target/debug/windlass doctor | tee /dev/stderr | grep -q 'cores, portable'
+	$(NO_AVX2) target/debug/windlass doctor | grep 'cores, portable'
 
 pytest: develop $(COMPILED) ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(SLOW) $(ARGS)

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use super::server::Moto;
+use super::server::{Kind, Store};
 use super::{home, objects, receive, shown, stored, trainer, trainer_of};
 use crate::process::{Agent, PATIENCE, Process, Trainer};
 
@@ -189,11 +189,11 @@ fn copy(from: &Path, to: &Path) {
 #[test]
 fn a_receiver_whose_agent_is_away_at_its_start_begins_with_the_store() {
     let home = home();
-    let moto = Moto::start(home.path());
-    let run = Run::new(home.path(), "s3://bucket/run");
+    let store = Store::start(Kind::S3, home.path());
+    let run = Run::new(home.path(), &store.url("run"));
     let region = home.path().join("region");
     let mut trainer = trainer(&region);
-    let spawn = |port| Agent::of(Moto::command(moto.port, run.flags(&region, port, true)));
+    let spawn = |port| Agent::of(store.command(run.flags(&region, port, true)));
     let mut moved = spawn(0);
     stored(&mut trainer, &moved, 1);
     let digest = stored(&mut trainer, &moved, 2);
@@ -202,7 +202,7 @@ fn a_receiver_whose_agent_is_away_at_its_start_begins_with_the_store() {
     let start = || {
         let from = ["receive".into(), format!("--from=http://127.0.0.1:{}", run.port)];
         let more = [format!("--dir={}", dir.display())];
-        Moto::command(moto.port, from.into_iter().chain(more).chain(run.receiver_flags()))
+        store.command(from.into_iter().chain(more).chain(run.receiver_flags()))
     };
     let mut receiver = start();
     turned(&receiver, "store");
