@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
         return 1
     print(f"== {group}: once more, alone: {' '.join(names)}", flush=True)
     code = max(subprocess.run(command, check=False).returncode for command in commands(group, names))
-    said = "FLAKY, which is a defect: failed beside other tests, passed alone" if code == 0 else "failed twice"
+    said = "FLAKY, which is a defect: failed while others ran, passed alone" if code == 0 else "failed twice"
     print(f"*** {group}: {said}: {' '.join(names)}", flush=True)
     return int(code != 0)
 

@@ -302,7 +302,7 @@ impl World {
         }
         let lives = list("region/deltas");
         assert_eq!(lives.len(), 1, "of this life only");
-        // The agent may still be at work on the newest. Dense links have a way back beside them.
+        // The agent may still be at work on the newest. Dense links have a way back next to them.
         let deadline = Instant::now() + PATIENCE;
         let deltas = loop {
             let deltas = list(&format!("region/deltas/{}", lives[0]));
