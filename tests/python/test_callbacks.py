@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -314,6 +315,26 @@ def test_receivers_have_time_to_fetch_the_last_version(
     assert ("not every receiver" in caplog.text) != fetches
 
 
+class Arrival(transformers.TrainerCallback):
+    """Goes on at the end of the training when a receiver has its last version: an agent waits for those alone that it knows."""
+
+    def __init__(self, image: Path) -> None:
+        self.image = image
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        deadline = time.monotonic() + 300.0
+        while not self.has(state.global_step):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def has(self, version: int) -> bool:
+        try:
+            with open_image(self.image) as image:
+                return image.version == version
+        except WindlassNotFound:
+            return False
+
+
 @pytest.mark.timeout(400)
 def test_a_controller_in_the_options_is_told_of_each_version(home: str, tmp_path: Path) -> None:
     with world(Path(home)) as there:
@@ -321,6 +342,7 @@ def test_a_controller_in_the_options_is_told_of_each_version(home: str, tmp_path
         trainer = trainer_for(tmp_path, max_steps=3)
         token = str(there.token_file)
         options = {"controller": there.url, "controller_token_file": token, "agent": {"token_file": token}}
+        trainer.add_callback(Arrival(Path(home) / "r1" / "policy"))
         trainer.add_callback(WindlassCallback(region_dir=home, drain=300.0, timeout=60.0, **options))
         trainer.train()
         with open_image(Path(home) / "r1" / "policy") as image:

@@ -106,6 +106,7 @@ def test_the_status_of_a_receiver_is_read_as_rust_writes_it() -> None:
     identity = {"model_id": "actor", "incarnation": 5, "version": 7}
     written = {
         "stage": "pulling",
+        "publisher": "the agent at http://10.0.0.5:7000",
         "target": identity,
         "image": {"identity": {**identity, "version": 6}, "digest": "00" * 16},
         "mode": "delta",
