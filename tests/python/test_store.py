@@ -322,7 +322,7 @@ def test_an_adapter_and_its_base_model_are_followed_from_one_store_beside_each_o
     # A URL that does not say which of the two is not enough.
     with pytest.raises(WindlassInvalid, match="policy, policy.lora"):
         Receiver(home / "other", store=url, timeout=60)
-    # Versions of the run before are beside those of the new one, and each is a file that an engine loads.
+    # The versions of the run before stay, and each is a file that an engine loads.
     words = ["store", "ls", f"{url}/policy.lora", "--json"]
     command = [sys.executable, "-m", "windlass", *words]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
