@@ -5,13 +5,16 @@
 //! [`windlass_core::kernel::Portable`], which the tests here check on every length and alignment.
 //!
 //! Unsafe code is of four kinds only, each with its proof beside it: calling a function whose instructions the
-//! CPU was asked for, loading a vector from a slice whose length was checked, storing a vector into memory that
+//! CPU has, loading a vector from a slice whose length was checked, storing a vector into memory that
 //! is there (and telling a vector its new length), and prefetching, which touches nothing.
 #![allow(unsafe_code)]
 
+#[cfg(target_arch = "aarch64")]
+mod neon;
+
 use std::sync::Once;
 
-use windlass_core::kernel::{Kernels, Portable};
+use windlass_core::kernel::Kernels;
 
 /// The name of the kernels that need no vector instructions.
 pub const PORTABLE: &str = "portable";
@@ -45,7 +48,18 @@ fn pick() -> (&'static str, &'static dyn Kernels) {
             return ("avx2", &x86::AVX2);
         }
     }
-    (PORTABLE, &Portable)
+    #[cfg(target_arch = "aarch64")]
+    return ("neon", &neon::NEON);
+    #[cfg(not(target_arch = "aarch64"))]
+    (PORTABLE, &windlass_core::kernel::Portable)
+}
+
+/// Compares the units behind the last full step and appends their positions.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+fn changed_tail(old: &[u8], new: &[u8], unit: usize, from: usize, out: &mut Vec<u16>) {
+    let (old, new) = (&old[from * unit..], &new[from * unit..]);
+    let pairs = old.chunks_exact(unit).zip(new.chunks_exact(unit)).enumerate();
+    out.extend(pairs.filter(|(_, (o, n))| o != n).map(|(i, _)| (from + i) as u16));
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -64,6 +78,8 @@ mod x86 {
     };
 
     use windlass_core::kernel::{Classes, Kernels, Portable};
+
+    use super::changed_tail;
 
     /// Words of a bit plane that are held at a time.
     const PLANE: usize = 64;
@@ -284,13 +300,6 @@ mod x86 {
         [lane(sums[0], sums[2]).wrapping_add(rest[0]), lane(sums[1], sums[3]).wrapping_add(rest[1])]
     }
 
-    /// Compares the units behind the last full step and appends their positions.
-    fn changed_tail(old: &[u8], new: &[u8], unit: usize, from: usize, out: &mut Vec<u16>) {
-        let (old, new) = (&old[from * unit..], &new[from * unit..]);
-        let pairs = old.chunks_exact(unit).zip(new.chunks_exact(unit)).enumerate();
-        out.extend(pairs.filter(|(_, (o, n))| o != n).map(|(i, _)| (from + i) as u16));
-    }
-
     /// Which of the `LANES` units at unit `at` differ, one bit each.
     #[target_feature(enable = "avx2,avx512f,avx512bw,avx512vl")]
     fn differ_512(old: &[u8], new: &[u8], unit: usize, at: usize) -> u32 {
@@ -466,7 +475,7 @@ mod tests {
     use windlass_core::Dtype;
     use windlass_core::delta::{Applier, Encoder, Outcome, Record, Tile};
     use windlass_core::digest::sum_block;
-    use windlass_core::kernel::Classes;
+    use windlass_core::kernel::{Classes, Portable};
     use windlass_core::manifest::{Manifest, TensorSpec};
 
     use super::*;
@@ -474,19 +483,21 @@ mod tests {
     /// Every implementation that this machine can run. What it cannot run is named, not passed over.
     fn implementations() -> Vec<(&'static str, &'static dyn Kernels)> {
         let mut all: Vec<(&'static str, &'static dyn Kernels)> = vec![(PORTABLE, &Portable)];
-        let mut skipped = vec!["avx2", "avx512"];
+        #[cfg(target_arch = "aarch64")]
+        all.push(("neon", &neon::NEON));
         #[cfg(target_arch = "x86_64")]
         {
+            let mut skipped = vec!["avx2", "avx512"];
             if x86::Avx2::available() {
                 all.push(("avx2", &x86::AVX2));
             }
             if x86::Avx512::available() {
                 all.push(("avx512", &x86::AVX512));
             }
-        }
-        skipped.retain(|name| all.iter().all(|(have, _)| have != name));
-        if !skipped.is_empty() {
-            eprintln!("SKIPPED: this CPU has no {}", skipped.join(" and no "));
+            skipped.retain(|name| all.iter().all(|(have, _)| have != name));
+            if !skipped.is_empty() {
+                eprintln!("SKIPPED: this CPU has no {}", skipped.join(" and no "));
+            }
         }
         all
     }

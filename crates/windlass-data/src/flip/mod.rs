@@ -66,7 +66,9 @@
 //! alone as weaker than they are.) The bytes of images are not atomic. They are ordered by the words: a rank's
 //! bytes before its *done*, that before the commit, that before a reader's look at `control`; and a reader's loads
 //! before the end of its lease, that before the guard's look at the table, that before *open*, the *joins*, and the
-//! next bytes.
+//! next bytes. A word that is stored, or looked at before bytes are touched, is enough for that on processors that
+//! reorder as freely as aarch64. A look that comes after bytes were read is not: [`Flip::stands`] has the fence that the
+//! models have at every access.
 //!
 //! # Invariants, why they hold, and the tests that show it
 //!
@@ -109,7 +111,7 @@ mod models;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 
 /// A word of the header. All accesses are sequentially consistent.
 pub trait Word {
@@ -674,8 +676,10 @@ impl<'a, W: Word> Flip<'a, W> {
         })
     }
 
-    /// Whether a lease still stands: it was not broken.
+    /// Whether a lease still stands: it was not broken. If it stands, so it did when the bytes were read before this call.
     pub fn stands(&self, held: &Held) -> bool {
+        // A load holds back what comes after it only. Weakly ordered processors could still read bytes behind it.
+        fence(Ordering::Acquire);
         self.lease(held.entry).1.load() == held.state
     }
 
