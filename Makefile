@@ -14,6 +14,9 @@ FAULTS ?= 10000
 JOBS ?= 2
 # More groups for `make test`, as .ci/run has it run.
 BEFORE ?=
+# A tag or commit, for `make compat`; by default the newest tag before this commit.
+PREVIOUS ?=
+TAG ?=
 # What was skipped and which tests were slowest is said at the end.
 SLOW := -r sfE --durations 15 --durations-min 5
 
@@ -24,12 +27,13 @@ COMPILED := target/torch-extensions/ready
 AZURITE := .tools/azurite/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
-PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py scripts/entry_points.py scripts/docs_site.py
+PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py scripts/entry_points.py scripts/docs_site.py \
+    scripts/compat.py scripts/licences.py scripts/version.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo build test check test-busy rust loom soak bench peers gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
 .PHONY: clean crates fuzz-smoke
-.PHONY: venv develop wheel wheel-check portable pytest engines engine-venvs lint-py fmt-py stubs requirements
+.PHONY: venv develop wheel wheel-check sbom licences compat version release-notes portable pytest engines frameworks engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,7 +53,7 @@ crates: # what cargo builds of it
 	$(CARGO) test $(DEV) --no-run
 
 test: build engine-venvs .venv-nixl/ready $(AZURITE) ## all tests: the contract table, the golden files, the models, Rust with doc tests, Python, real engines
-	PY="$(PY)" CARGO="$(CARGO)" PYTHON="$(PYTHON)" scripts/groups.sh engines "contract testdata pytest" "$(BEFORE) rust loom"
+	PY="$(PY)" CARGO="$(CARGO)" PYTHON="$(PYTHON)" scripts/groups.sh engines "contract testdata pytest" "$(BEFORE) rust frameworks loom"
 
 check: layers ## the daily loop: formatting, clippy, types, unit tests of Rust, Python tests without other processes
 	$(CARGO) fmt --all --check
@@ -144,7 +148,7 @@ gpu-sanitize: ## the kernels' tests under compute-sanitizer, of the CUDA toolkit
 	            --scale 0.3 --patience 1800 || exit 1; \
 	    done
 
-contract: ## docs/contract.md names tests that exist
+contract: version ## docs/contract.md names tests that exist
 	$(PYTHON) scripts/again.py --self-test
 	$(PYTHON) scripts/contract.py --self-test
 	$(PYTHON) scripts/contract.py
@@ -215,7 +219,7 @@ develop: $(READY) ## build the extension and put it where python/ finds it
 
 # zig links with the glibc of manylinux_2_28, whatever glibc this machine has, and compiles ring.
 WHEEL_MIB := 12
-wheel: .venv-wheel/ready ## a wheel for release, for every Linux with glibc 2.28 and Python 3.10 or later, in target/wheels
+wheel: .venv-wheel/ready licences ## a wheel for release, for every Linux with glibc 2.28 and Python 3.10 or later, in target/wheels
 	rm -f target/wheels/windlass-*.whl
 	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/maturin build --release --locked --strip --zig \
 	    --target "$$(uname -m)-unknown-linux-gnu" --compatibility manylinux_2_28 --out target/wheels
@@ -225,6 +229,22 @@ wheel: .venv-wheel/ready ## a wheel for release, for every Linux with glibc 2.28
 
 wheel-check: ## install the wheel where nothing but Python is, in roots of two releases of Debian, and run it (root; needs debootstrap)
 	scripts/wheel_check.sh
+
+licences: # LICENSE-THIRD-PARTY: the licences of the crates in the wheel
+	$(PYTHON) scripts/licences.py
+
+sbom: licences ## the SBOM that is in the wheel of `make wheel`, to target/sbom, compared with what the wheel is built of
+	$(PYTHON) scripts/licences.py --check-sbom "$$(ls -t target/wheels/windlass-*.whl | sed -n 1p)"
+
+compat: ## the command of the previous release (PREVIOUS=tag) against this one: agents, receivers, controllers, stores
+	$(CARGO) build $(DEV) --bin windlass
+	previous=$$(scripts/previous.sh $(PREVIOUS)) && $(PYTHON) scripts/compat.py "$$previous" "$${CARGO_TARGET_DIR:-target}/debug/windlass"
+
+version: # the version stands in one place; with TAG=v1.2.3, it is the tag's and the changelog has it
+	$(PYTHON) scripts/version.py $(TAG)
+
+release-notes: # what the changelog says of TAG
+	@$(PYTHON) scripts/version.py $(TAG) --notes
 
 NO_AVX2 := qemu-x86_64 -cpu Nehalem
 portable: ## the tests of kernels, deltas and digests, and `windlass doctor`, on an emulated processor without AVX2 (needs qemu-x86_64)
@@ -236,9 +256,13 @@ portable: ## the tests of kernels, deltas and digests, and `windlass doctor`, on
 pytest: develop $(COMPILED) ## the Python tests and doc tests (ARGS="-k name", JOBS=2 at a time)
 	$(PY) -m pytest -n $(JOBS) --dist loadfile $(SLOW) $(ARGS)
 
+FRAMEWORKS := tests/engines/verl tests/engines/skyrl tests/engines/openrlhf tests/engines/trl
 engines: develop engine-venvs ## the tests with real vLLM and SGLang servers (ARGS="-k name", JOBS=2 at a time)
-	failed=0; $(PY) -m pytest tests/engines -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SLOW) $(ARGS) || failed=1; \
+	failed=0; $(PY) -m pytest tests/engines $(FRAMEWORKS:%=--ignore=%) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SLOW) $(ARGS) || failed=1; \
 	    .venv-vllm/bin/python -m pytest tests/engines/vllm/inside $(ARGS) || failed=1; exit $$failed
+
+frameworks: develop engine-venvs ## the tests with real verl, SkyRL, OpenRLHF and TRL (ARGS="-k name", JOBS=2 at a time)
+	$(PY) -m pytest $(FRAMEWORKS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(SLOW) $(ARGS)
 
 lint-py: develop ## formatting, ruff, mypy, and the stubs against the extension
 	$(PY) -m ruff format --check $(PYCODE)
@@ -266,5 +290,5 @@ requirements: ## pin the newest versions that requirements/*.in allow (needs uv:
 	        requirements/$$group.in -o requirements/$$group.txt || exit; done
 
 clean: ## remove everything that was built or installed here
-	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-peers .venv-docs .venv-wheel .tools python/windlass-*.dist-info
+	rm -rf target fuzz/target fuzz/artifacts fuzz/coverage .venv .venv-vllm .venv-sglang .venv-verl .venv-skyrl .venv-openrlhf .venv-nixl .venv-peers .venv-docs .venv-wheel .tools python/windlass-*.dist-info LICENSE-THIRD-PARTY
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
