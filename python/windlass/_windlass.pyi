@@ -766,15 +766,15 @@ class Receiver:
     """
     Keeps an image at the newest version of one publisher.
     """
-    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, store: str | None = None, store_after: SupportsFloat | SupportsIndex = 30.0, version: SupportsIndex | None = None, slice: str | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, relay: bool = True, relay_ports: tuple[SupportsIndex, SupportsIndex] = ..., nixl: bool = False, nixl_library: str | PathLike[str] | None = None, timeout: SupportsFloat | SupportsIndex | None = None) -> Receiver:
+    def __new__(cls, /, image_dir: str | PathLike[str], *, endpoint: str | None = None, token: str | None = None, tls_ca: str | PathLike[str] | None = None, region: str | PathLike[str] | None = None, store: str | None = None, store_after: SupportsFloat | SupportsIndex = 30.0, version: SupportsIndex | None = None, slice: str | None = None, name: str = "receiver", mode: str = "auto", streams: SupportsIndex | None = None, threads: SupportsIndex = 1, transfer_timeout: SupportsFloat | SupportsIndex = 600.0, group: bool = False, keep_deltas: SupportsIndex = 0, keep_bytes: SupportsIndex = 4294967296, relay: bool = True, relay_ports: tuple[SupportsIndex, SupportsIndex] = ..., nixl: str = "off", nixl_library: str | PathLike[str] | None = None, nixl_params: dict[str, str] | None = None, timeout: SupportsFloat | SupportsIndex | None = None) -> Receiver:
         """
         Follows the agent at `endpoint`, the agent of the region on this host that `region` names, or the store at `store`, of which it
         gets `version` if that is given. With an agent and a store, versions come from the store while the agent has been away for
         `store_after` seconds. They come into an image below `image_dir`: all of it, or the `slice` that a selection in JSON
         names. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
         where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
-        first free port of `relay_ports`; zeros mean any. With `nixl` it reads images from the agent's memory where the agent lets it, by the
-        library at `nixl_library` or that of the active environment. With `timeout` the agent must answer within it; without, one that is away is
+        first free port of `relay_ports`; zeros mean any. With `nixl` "auto" or "on" it reads images from the agent's memory where the agent lets it,
+        by the library at `nixl_library` or that of the active environment, with `nixl_params` for its UCX plugin. With `timeout` the agent must answer within it; without, one that is away is
         waited for by whatever needs it first.
         """
     def close(self, /) -> None:

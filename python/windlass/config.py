@@ -178,6 +178,17 @@ class TransferEngineConfig(Config):
         self._choice("mode", "auto", "full", "delta")
 
 
+def unfit_nixl_params(params: object, nixl: str) -> str | None:
+    """What is expected instead of these parameters of NIXL, which is "off", "auto" or "on"; ``None`` if they will do."""
+    pairs = list(params.items()) if isinstance(params, Mapping) else [(None, None)]
+    texts = all(isinstance(text, str) and text and "\0" not in text for pair in pairs for text in pair)
+    if not texts or any("=" in str(name) for name, _ in pairs):
+        return "texts by their names, which have no '=' in them, as in {'engine_config': 'TLS=tcp'}"
+    if pairs and nixl == "off":
+        return "none while nixl is 'off'; set it to 'auto' or 'on'"
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SenderAgentConfig(Config):
     """The agent that serves a trainer's region. ``ports`` is "0" for any, one port, or a range "18100-18110" of which the agent
@@ -188,7 +199,8 @@ class SenderAgentConfig(Config):
     handed out by delta, the bytes of the first and of every ``check_every``-th are summed (0 for none); receivers pass
     deltas on to each other once there are ``relay_from`` of them that can, and full images always (0 disables relay); ``threads`` is
     the number of cores if not given. Without ``advertise_host``, receivers are told the address of ``bind``. With ``nixl`` "auto" or
-    "on", receivers may read full images from the agent's memory (``docs/nixl.md``), by the library at ``nixl_library``.
+    "on", receivers may read full images from the agent's memory (``docs/nixl.md``), by the library at ``nixl_library``,
+    with ``nixl_params`` for NIXL's UCX plugin, such as ``{"engine_config": "TLS=tcp"}``.
     """
 
     enabled: bool = True
@@ -203,6 +215,7 @@ class SenderAgentConfig(Config):
     relay_from: int = 3
     nixl: str = "off"
     nixl_library: str | None = None
+    nixl_params: Mapping[str, str] = field(default_factory=dict)
     threads: int | None = None
     log: str | None = None
 
@@ -218,6 +231,8 @@ class SenderAgentConfig(Config):
             self._ports("data_ports")
         self._text("token_file", "log", "nixl_library", optional=True)
         self._choice("nixl", "off", "auto", "on")
+        if unfit := unfit_nixl_params(self.nixl_params, self.nixl):
+            raise self._bad("nixl_params", unfit)
         self._count("history", 1, 4096)
         self._count("history_bytes", 0, 1 << 62)
         self._count("check_every", 0, 1 << 32)

@@ -22,7 +22,9 @@ EVERY: list[Config] = [
         include=["model.*"],
         exclude=("*.value_head.*",),
         controller="http://10.0.0.1:9100",
-        agent=SenderAgentConfig(ports="18100-18110", advertise_host="trainer-0", threads=2),
+        agent=SenderAgentConfig(
+            ports="18100-18110", threads=2, nixl="auto", nixl_params={"engine_config": "TLS=rc"}
+        ),
         engine=TransferEngineConfig(streams=8, mode="delta"),
     ),
     WeightManagerConfig(),
@@ -69,6 +71,9 @@ def test_dtypes_in_a_configuration_become_canonical() -> None:
         (SenderAgentConfig, "ports", "18110-18100", "18100-18110"),
         (SenderAgentConfig, "ports", 18100, "18100-18110"),
         (SenderAgentConfig, "nixl", "yes", "'off', 'auto'"),
+        (SenderAgentConfig, "nixl_params", {"engine_config": "TLS=tcp"}, "none while nixl is 'off'"),
+        (SenderAgentConfig, "nixl_params", {"engine_config=TLS": "tcp"}, "texts by their names"),
+        (SenderAgentConfig, "nixl_params", "engine_config=TLS=tcp", "texts by their names"),
         (SenderAgentConfig, "data_ports", "70000", "18100-18110"),
         (SenderAgentConfig, "ports", "0-5", "18100-18110"),
         (SenderAgentConfig, "advertise_host", "0.0.0.0", "advertise_host"),

@@ -232,8 +232,8 @@ pub struct Facts {
     pub cross_region: bool,
     /// Address of a store: a URL, or a path on a shared file system.
     pub store_url: Option<String>,
-    /// NIXL can be used on both sides. Not accepted in JSON: the Python strategies have no transport for it; agents and
-    /// receivers use it with `--nixl`.
+    /// NIXL can be used on both sides. Not accepted in JSON: in Python it is no strategy but a setting of `tcp`, whose agent and
+    /// receivers find out by themselves; services use it with `--nixl`.
     #[serde(skip)]
     pub nixl_library: bool,
     /// There is an RDMA device on both sides.

@@ -1,11 +1,13 @@
 //! An engine's side: an image that follows a publisher.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 
 use parking_lot::{Mutex, MutexGuard};
 use pyo3::prelude::*;
 use windlass::service::control::HttpControl;
+use windlass::service::nixl::{Nixl, When};
 use windlass::service::store;
 use windlass::service::store::fallback::{Fallback, FallbackStore, Turn};
 use windlass_core::address::{StoreUrl, Token};
@@ -15,7 +17,7 @@ use windlass_core::slice::Selection;
 use windlass_core::wire::control::RequestMode;
 use windlass_data::history::Limits;
 use windlass_data::image::{ImageSpec, ImageView, Known};
-use windlass_data::nixl;
+use windlass_data::nixl::Config as NixlConfig;
 use windlass_data::receiver::{
     Control, ControlError, Fetched, Receiver as Inner, ReceiverConfig, RelayConfig, Relaying, Start,
     StatusHandle,
@@ -120,6 +122,19 @@ fn mode(mode: &str) -> Result<RequestMode, Failure> {
     }
 }
 
+fn nixl(when: &str, library: Option<PathBuf>, params: BTreeMap<String, String>) -> Result<Nixl, Failure> {
+    let when = match when {
+        "off" => When::Off,
+        "auto" => When::Auto,
+        "on" => When::On,
+        other => {
+            let text = format!("nixl {other:?} is not one of \"off\", \"auto\" and \"on\"");
+            return Err(Failure::invalid(text));
+        }
+    };
+    Ok(Nixl { when, config: NixlConfig { library, params: params.into_iter().collect() } })
+}
+
 #[pymethods]
 impl Receiver {
     /// Follows the agent at `endpoint`, the agent of the region on this host that `region` names, or the store at `store`, of which it
@@ -127,13 +142,13 @@ impl Receiver {
     /// `store_after` seconds. They come into an image below `image_dir`: all of it, or the `slice` that a selection in JSON
     /// names. Keeps the last `keep_deltas` deltas beside it, in at most `keep_bytes`. Trusts those in `tls_ca`
     /// where the agent has a certificate. With `relay` it passes on what it gets to other receivers of the same version, at the
-    /// first free port of `relay_ports`; zeros mean any. With `nixl` it reads images from the agent's memory where the agent lets it, by the
-    /// library at `nixl_library` or that of the active environment. With `timeout` the agent must answer within it; without, one that is away is
+    /// first free port of `relay_ports`; zeros mean any. With `nixl` "auto" or "on" it reads images from the agent's memory where the agent lets it,
+    /// by the library at `nixl_library` or that of the active environment, with `nixl_params` for its UCX plugin. With `timeout` the agent must answer within it; without, one that is away is
     /// waited for by whatever needs it first.
     #[new]
     #[pyo3(signature = (image_dir, *, endpoint = None, token = None, tls_ca = None, region = None, store = None, store_after = 30.0, version = None, slice = None, name = "receiver", mode = "auto",
         streams = None, threads = 1, transfer_timeout = 600.0, group = false, keep_deltas = 0,
-        keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), nixl = false, nixl_library = None, timeout = None))]
+        keep_bytes = 4_294_967_296, relay = true, relay_ports = (0, 0), nixl = "off", nixl_library = None, nixl_params = None, timeout = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments of Python")]
     fn new(
         py: Python<'_>,
@@ -156,8 +171,9 @@ impl Receiver {
         keep_bytes: u64,
         relay: bool,
         relay_ports: (u16, u16),
-        nixl: bool,
+        nixl: &str,
         nixl_library: Option<PathBuf>,
+        nixl_params: Option<BTreeMap<String, String>>,
         timeout: Option<f64>,
     ) -> PyResult<Receiver> {
         let token = token.map(|t| Token::new(t).map_err(|e| Failure::of(e.kind(), &e))).transpose()?;
@@ -169,15 +185,10 @@ impl Receiver {
             let text = "version is for a store: an agent has its newest versions only";
             return Err(Failure::invalid(text).into());
         }
-        let slice_or_nixl = slice.is_some() || nixl;
-        let no_slice =
-            || Failure::invalid("slice and nixl are for agents: from a store, receive the whole model");
+        let nixl = self::nixl(nixl, nixl_library, nixl_params.unwrap_or_default())?;
         let agent = |control: HttpControl| {
             let agent = Arc::new(control.with_trust(trust.clone()).with_timeout(transfer_timeout));
             let Some(url) = url.clone() else { return Ok(Publisher::Agent(agent)) };
-            if slice.is_some() {
-                return Err(no_slice());
-            }
             if version.is_some() {
                 return Err(Failure::invalid("version is for a store alone: leave out the agent"));
             }
@@ -203,8 +214,8 @@ impl Receiver {
             }
             (None, Some(dir), _, token) => agent(HttpControl::of_region(&dir, token))?,
             (None, None, Some(url), None) => {
-                if slice_or_nixl {
-                    return Err(no_slice().into());
+                if nixl.when != When::Off {
+                    return Err(Failure::invalid("nixl is for agents: leave it out for a store").into());
                 }
                 Publisher::Store { url, version, trust, dir: image_dir.clone() }
             }
@@ -228,10 +239,8 @@ impl Receiver {
             return Err(Failure::invalid(text).into());
         }
         let relaying = RelayConfig { ports: relay_ports, ..RelayConfig::default() };
-        let nixl = nixl.then_some(nixl::Config { library: nixl_library, params: Vec::new() });
         let open: Open = Box::new(move |control, model_id, stop| {
-            let reader = nixl.clone().map(nixl::Reader::start).transpose();
-            let reader = reader.map_err(|e| Failure::of(e.kind(), &e))?;
+            let reader = nixl.reader().map_err(Failure::from)?;
             let config = ReceiverConfig {
                 image: ImageSpec {
                     dir: image_dir.join(model_id.as_str()),
@@ -250,7 +259,7 @@ impl Receiver {
                 allow: None,
                 keep: (keep_deltas > 0).then_some(Limits { count: keep_deltas, bytes: keep_bytes }),
                 share: None,
-                nixl: reader.map(Arc::new),
+                nixl: reader,
                 relaying: relay.then(|| Arc::new(Relaying::new(relaying.clone()))),
             };
             Ok(Inner::open(config, control, None, stop)?)

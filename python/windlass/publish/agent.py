@@ -43,6 +43,7 @@ def start_agent(
         relay_from=agent.relay_from,
         nixl=agent.nixl,
         nixl_library=agent.nixl_library,
+        nixl_params=agent.nixl_params,
         threads=agent.threads,
         streams=config.engine.streams,
         timeout=config.engine.timeout,

@@ -12,7 +12,7 @@ import site
 import sys
 import sysconfig
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -62,6 +62,7 @@ class AgentSupervisor:
         relay_from: int | None = None,
         nixl: str | None = None,
         nixl_library: str | os.PathLike[str] | None = None,
+        nixl_params: Mapping[str, str] | None = None,
         threads: int | None = None,
         streams: int | None = None,
         timeout: float | None = None,
@@ -93,6 +94,7 @@ class AgentSupervisor:
         }
         given = [f"{name}={value}" for name, value in values.items() if value is not None]
         given += [f"--peer={peer}" for peer in peers]
+        given += [f"--nixl-param={name}={value}" for name, value in (nixl_params or {}).items()]
         self._pid = os.getpid()
         self._kept = Supervisor(
             os.fspath(region),

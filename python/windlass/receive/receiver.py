@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from windlass import _windlass, trace
-from windlass.config import Known, TransferStatus
+from windlass.config import Known, TransferStatus, unfit_nixl_params
 from windlass.errors import (
     WindlassCancelled,
     WindlassCorrupt,
@@ -143,7 +143,8 @@ class Receiver:
     stay beside it, so that engines can load only what changed. With ``slice`` the image keeps only a part of the model
     (``docs/slices.md``): names of tensors or patterns, each with the boxes that are needed of it, as in
     ``{"lm_head.weight": [[[0, 64000]]], "model.layers.0.*": [[]]}``. With ``nixl`` full images are read from the agent's memory, if it
-    runs with ``nixl`` too (``docs/nixl.md``). A publisher that is not there yet is waited for by the first
+    runs with ``nixl`` too (``docs/nixl.md``): ``True`` and "on" need the library here, "auto" takes it where there is an RDMA device.
+    ``nixl_params`` are for its UCX plugin, such as ``{"engine_config": "TLS=tcp"}``. A publisher that is not there yet is waited for by the first
     call that needs it; with ``timeout`` it must answer within that time, or this is an error.
     """
 
@@ -169,14 +170,18 @@ class Receiver:
         keep_deltas: int = 0,
         relay: bool = True,
         relay_ports: tuple[int, int] = (0, 0),
-        nixl: bool = False,
+        nixl: bool | Literal["off", "auto", "on"] = False,
         nixl_library: str | Path | None = None,
+        nixl_params: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> None:
         if token_file is not None:
             if token is not None:
                 raise WindlassInvalid("give a token or the file that holds it, not both")
             token = _windlass.read_token(Path(token_file), group=group_readable)
+        when = nixl if isinstance(nixl, str) else "on" if nixl else "off"
+        if unfit := unfit_nixl_params({} if nixl_params is None else nixl_params, when):
+            raise WindlassInvalid(f"nixl_params is {nixl_params!r}: expected {unfit}")
         try:
             self._inner = _windlass.Receiver(
                 Path(image_dir),
@@ -197,8 +202,9 @@ class Receiver:
                 keep_deltas=keep_deltas,
                 relay=relay,
                 relay_ports=relay_ports,
-                nixl=nixl,
+                nixl=when,
                 nixl_library=None if nixl_library is None else Path(nixl_library),
+                nixl_params=None if nixl_params is None else dict(nixl_params),
                 timeout=timeout,
             )
         except WindlassDenied as e:

@@ -117,8 +117,8 @@ class PullSettings(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TcpSettings(PullSettings):
-    """``mode`` is what receivers ask for, and ``codec`` "full" is the mode "full"; ``link`` "shm" keeps the agent on loopback. The
-    others are those of :class:`PullSettings`."""
+    """``mode`` is what receivers ask for, and ``codec`` "full" is the mode "full"; ``link`` "shm" keeps the agent on loopback. With
+    ``manager={"agent": {"nixl": "auto"}}``, full images are read by NIXL at both ends. The others are those of :class:`PullSettings`."""
 
     links: ClassVar[tuple[str, ...]] = ("shm", "tcp")
     codecs: ClassVar[tuple[str, ...]] = ("full", "delta_plain")
@@ -527,5 +527,12 @@ class TcpTransferReceiver(PullingReceiver):
                 "a token is given to those only for whom it is meant; make new sync info if the agent has moved",
             )
         self._refuse_model(request.identity, self._info.model_id)
+        # Both ends have one configuration: what it says of the agent's NIXL is meant for receivers, too.
+        agent = self._settings.config().agent
+        nixl = {
+            "nixl": agent.nixl,
+            "nixl_library": agent.nixl_library,
+            "nixl_params": agent.nixl_params,
+        }
         source = {"endpoint": request.sender_endpoint, "token": self._info.token, "mode": request.mode}
-        return request.identity, source
+        return request.identity, {**source, **nixl}

@@ -56,7 +56,8 @@ pub(super) fn library(named: Option<&Path>) -> Result<PathBuf, NixlError> {
     if let Some(found) = sought.iter().find_map(|prefix| in_environment(prefix)) {
         return Ok(found);
     }
-    let system = ["/opt/nvidia/nvda_nixl/lib64", "/usr/local/lib", "/usr/lib/x86_64-linux-gnu", "/usr/lib"];
+    let debian = format!("/usr/lib/{}-linux-gnu", std::env::consts::ARCH);
+    let system = ["/opt/nvidia/nvda_nixl/lib64", "/usr/local/lib", debian.as_str(), "/usr/lib"];
     sought.extend(system.map(PathBuf::from));
     let found = system.iter().map(|dir| Path::new(dir).join(FILE)).find(|p| p.exists());
     found.ok_or(NixlError::Absent { sought })

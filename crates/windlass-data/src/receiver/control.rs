@@ -8,6 +8,7 @@ use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
+use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::control::{
     Age, Registered, Registration, Relays, TransferAnswer, TransferDone, TransferRequest, VersionInfo,
 };
@@ -110,8 +111,15 @@ pub trait Carrier: Sync {
         watch: &Watch,
         stop: &Stop,
     ) -> Result<(), TcpError>;
-    /// The block hashes of the image that it would bring, and then of each version that its deltas lead to.
-    fn tables(&self, each: EachTable<'_>, stop: &Stop) -> Result<(), ControlError>;
-    /// The digests of the versions that its deltas start from or lead to.
-    fn digests(&self) -> BTreeMap<Version, StateDigest>;
+    /// The hashes of all blocks of the image that it would bring, and then of each version that its deltas lead to. The
+    /// receiver keeps these blocks, or all.
+    fn tables(
+        &self,
+        keeps: Option<&BlockRanges>,
+        each: EachTable<'_>,
+        stop: &Stop,
+    ) -> Result<(), ControlError>;
+    /// Adds the digests of the versions that its deltas start from or lead to: of these blocks, or of all. Where that of a
+    /// slice is not known, the digest of the whole stands for it unless there is one.
+    fn digests(&self, keeps: Option<&BlockRanges>, known: &mut BTreeMap<Version, StateDigest>);
 }

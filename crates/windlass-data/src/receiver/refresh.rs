@@ -320,17 +320,19 @@ impl<'a> Run<'a> {
     fn fill(&mut self, unknown: BlockRanges) -> Result<(), ReceiverError> {
         let control = Arc::clone(&self.receiver.control);
         if let Some(carrier) = control.carrier() {
-            self.receiver.digests.extend(carrier.digests());
+            let keeps = self.receiver.keeps.clone();
             if !std::mem::replace(&mut self.progress.tried_sums, true) && self.refresh.has_sums(&unknown) {
                 let mut adopted = 0;
                 let mut adopt = |versions: &BlockVersions, sums: &[BlockSum]| {
                     adopted += self.refresh.adopt_each(|block| versions.version_of(block), sums);
                 };
-                carrier.tables(&mut adopt, self.stop)?;
+                carrier.tables(keeps.as_ref(), &mut adopt, self.stop)?;
                 if adopted > 0 {
+                    carrier.digests(keeps.as_ref(), &mut self.receiver.digests);
                     return Ok(());
                 }
             }
+            carrier.digests(keeps.as_ref(), &mut self.receiver.digests);
         }
         if !self.progress.tried_sums && self.refresh.has_sums(&unknown) {
             self.progress.tried_sums = true;

@@ -160,17 +160,18 @@ pub struct SlotView {
 }
 
 impl SlotView {
-    /// Copies blocks, one after the other, as the version has them. None if the trainer has taken the slot back meanwhile.
-    /// The lease ends before the copy is compared with the hashes.
-    pub fn copy(&self, blocks: Range<u32>, given: Duration) -> Result<Option<Vec<u8>>, ServeError> {
+    /// Replaces `bytes` by these blocks, one after the other, as the version has them. False if the trainer has taken the slot
+    /// back meanwhile. The lease ends before the copy is compared with the hashes.
+    pub fn copy(&self, blocks: Range<u32>, given: Duration, bytes: &mut Vec<u8>) -> Result<bool, ServeError> {
         let manifest = self.region.manifest();
         let lease = match self.region.lease(self.id, LeaseKind::Stream, given) {
             Ok(lease) => lease,
-            Err(RegionError::LeaseGone { .. }) => return Ok(None),
+            Err(RegionError::LeaseGone { .. }) => return Ok(false),
             Err(e) => return Err(e.into()),
         };
         let data = lease.data();
-        let mut bytes = Vec::with_capacity(manifest.bytes_of(&blocks.clone().into()) as usize);
+        bytes.clear();
+        bytes.reserve_exact(manifest.bytes_of(&blocks.clone().into()) as usize);
         for block in blocks.clone() {
             let block = manifest.cuts().block(block).map_err(SealError::from)?;
             for run in manifest.byte_runs(&block) {
@@ -178,13 +179,13 @@ impl SlotView {
             }
         }
         if lease.finish().is_err() {
-            return Ok(None);
+            return Ok(false);
         }
-        let wrong = first_wrong(crate::simd::kernels(), manifest, blocks, &bytes, &self.sums);
+        let wrong = first_wrong(crate::simd::kernels(), manifest, blocks, bytes, &self.sums);
         if let Some(block) = wrong.map_err(SealError::from)? {
             return Err(ServeError::Differs { version: self.version, block });
         }
-        Ok(Some(bytes))
+        Ok(true)
     }
 }
 

@@ -242,7 +242,13 @@ impl ParsedNixl {
             ParsedWhen::Auto => When::Auto,
             ParsedWhen::On => When::On,
         };
-        Ok(Nixl { when, config: self.library.check()? })
+        let config = self.library.check()?;
+        if when == When::Off && !config.params.is_empty() {
+            let text =
+                "--nixl-param is of no use without --nixl auto or on: add that, or leave the parameters out";
+            return Err(Error::Usage(text.into()));
+        }
+        Ok(Nixl { when, config })
     }
 }
 
@@ -585,9 +591,6 @@ impl ParsedReceive {
             return Err(Error::Usage(format!(
                 "--version is for a store, and {url} is an agent, which has its newest versions only: give --until, or a store"
             )));
-        }
-        if (stores > 0 || self.store.is_some()) && self.slice.is_some() {
-            return Err(Error::Usage("--slice is for agents; from a store, receive the whole model".into()));
         }
         if stores > 0 && self.store.is_some() {
             let why = "--store is for the time that an agent is away, and --from names a store: give --from an agent";

@@ -33,6 +33,9 @@ pub const CONNECT: Duration = Duration::from_secs(5);
 /// How long a connection is kept for the next request: less than agents keep idle ones.
 const IDLE: Duration = Duration::from_secs(3);
 
+/// How many are kept, for one host and for all: the ranges that a store is asked for at once come without new handshakes.
+const KEPT: (usize, usize) = (16, 64);
+
 /// A request.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a, B> {
@@ -87,6 +90,8 @@ impl Client {
             .proxy(None)
             .timeout_connect(Some(CONNECT))
             .max_idle_age(IDLE)
+            .max_idle_connections_per_host(KEPT.0)
+            .max_idle_connections(KEPT.1)
             .user_agent(concat!("windlass/", env!("CARGO_PKG_VERSION")))
             .build();
         let trust = Arc::new(Trusted { given: trust, system: OnceLock::new() });

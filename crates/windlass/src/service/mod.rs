@@ -15,6 +15,7 @@
 //! | [`http`] | the HTTP server of all services: bounded and authenticated |
 //! | [`client`] | the HTTP client of all services: with deadlines |
 //! | [`token`], [`tls`] | secrets and certificates |
+//! | [`nixl`] | whether a service reads or exports memory by NIXL |
 //! | [`program`] | how this program starts itself again |
 
 pub(crate) mod agent;
@@ -25,7 +26,7 @@ pub mod controller;
 pub(crate) mod disk;
 pub mod engines;
 pub(crate) mod http;
-pub(crate) mod nixl;
+pub mod nixl;
 pub mod plane;
 pub mod program;
 pub(crate) mod receive;

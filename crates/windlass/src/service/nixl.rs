@@ -1,6 +1,6 @@
 //! Whether a service reads or exports memory by NIXL.
 //!
-//! Owns: [`Nixl`], the configuration that an agent and a receiver share. Called when a service starts. Must not: fall back in
+//! Owns: [`Nixl`], the configuration that an agent and a receiver share. Called when a service or a receiver in Python starts. Must not: fall back in
 //! silence. What is asked for with `on` and cannot be had is an error; what `auto` does without is in the log with the reason.
 
 use std::sync::Arc;
@@ -11,18 +11,20 @@ use crate::error::Error;
 
 /// When NIXL is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum When {
+pub enum When {
+    /// Not at all.
     Off,
     /// Where this host has the library and an RDMA device.
     Auto,
+    /// Or the service does not start.
     On,
 }
 
 /// When and how NIXL is used.
 #[derive(Clone, Debug)]
-pub(crate) struct Nixl {
-    pub(crate) when: When,
-    pub(crate) config: Config,
+pub struct Nixl {
+    pub when: When,
+    pub config: Config,
 }
 
 impl Nixl {
@@ -58,7 +60,7 @@ impl Nixl {
     }
 
     /// For a receiver.
-    pub(crate) fn reader(&self) -> Result<Option<Arc<Reader>>, Error> {
+    pub fn reader(&self) -> Result<Option<Arc<Reader>>, Error> {
         self.start(false, |config| Reader::start(config.clone()))
     }
 }

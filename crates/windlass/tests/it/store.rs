@@ -3,6 +3,7 @@
 mod fallback;
 mod faults;
 mod server;
+mod slice;
 mod tools;
 
 use std::fs;
@@ -218,11 +219,12 @@ fn of_two_publishers_to_one_store_the_older_is_fenced() {
         let home = home();
         let store = Store::start(kind, home.path());
         let url = store.url("run");
+        let port = if kind == Kind::S3 { Proxy::without_quotes(store.port).port } else { store.port };
         let mut first = trainer(&home.path().join("first"));
-        let one = store.agent(&first.region, &url, &[]);
+        let one = store.agent_by(port, &first.region, &url, &[]);
         stored(&mut first, &one, 1);
         let mut second = trainer(&home.path().join("second"));
-        let two = store.agent(&second.region, &url, &[]);
+        let two = store.agent_by(port, &second.region, &url, &[]);
         let digest = stored(&mut second, &two, 1);
         first.publish(2);
         let line = one.process.event("fenced");
@@ -234,6 +236,28 @@ fn of_two_publishers_to_one_store_the_older_is_fenced() {
         let digest = stored(&mut second, &two, 2);
         assert_eq!(shown(&follower, 2)["image"]["digest"], digest.as_str());
     }
+}
+
+#[test]
+fn a_publisher_that_has_lost_its_store_leaves_no_version_without_its_objects() {
+    let home = home();
+    let url = format!("file://{}/run", home.path().display());
+    let mut first = trainer(&home.path().join("first"));
+    let one = agent(&first.region, &url, &[]);
+    stored(&mut first, &one, 1);
+    let mut second = trainer(&home.path().join("second"));
+    let two = agent(&second.region, &url, &["--store-keep=1"]);
+    stored(&mut second, &two, 1);
+    // It removes what the first version needed after it has told of its own.
+    let until = Instant::now() + PATIENCE;
+    while objects(home.path(), "/manifest-").len() > 1 {
+        assert!(Instant::now() < until, "{:?}", objects(home.path(), "/run/"));
+        std::thread::yield_now();
+    }
+    first.publish(2);
+    one.process.event("fenced");
+    let (code, line) = tools::end(Process::start(["store", "verify", &url]));
+    assert_eq!((code, line["versions"].as_u64()), (0, Some(1)), "{line}");
 }
 
 #[test]
@@ -434,6 +458,11 @@ fn a_fuzzy_anchor_is_lifted_to_one_version() {
     let receiver = receive(&url, &home.path().join("image"), &["--until=3"]);
     let digest = agent.sealed(3)["digest"].clone();
     assert_eq!(shown(&receiver, 3)["image"]["digest"], digest);
+    // A slice has blocks of each of these versions, which are all proved by the digest of the whole.
+    let slice = &*slice::selection(home.path());
+    let sliced = receive(&url, &home.path().join("slice"), &[slice, "--until=3"]);
+    let own = slice::of_agent(&trainer.region, &home.path().join("own"), slice, 3);
+    assert_eq!(shown(&sliced, 3)["image"]["digest"], own["image"]["digest"]);
     // A receiver that was killed with blocks of several versions in place has them compared with each.
     let part = objects(home.path(), "/000002-").remove(0);
     let aside = home.path().join("aside");

@@ -7,31 +7,34 @@
 //! # How a version comes
 //!
 //! - The head is read again and again, by its etag, with a pause that grows while nothing changes.
-//! - For a delta, the links of the cheapest way are fetched into a [`History`] next to the image, each as many ranges at once
-//!   and compared with the hash in its name; a link may be one that the publisher composed. The history composes them into
+//! - For a delta, the links of the cheapest way are fetched into a [`History`] next to the image, many ranges at once, and
+//!   compared with the hash in their names; a link may be one that the publisher composed. The history composes them into
 //!   one. The links stay until the version is whole, so that a follower that is killed goes on with those that it has.
 //! - For image bytes, ranges of the anchor's parts are fetched at once and land in the image; each block is compared with its
-//!   hash. Memory is bounded by [`STRIPE`] and [`STREAMS`].
+//!   hash. Meanwhile the links that lead on are fetched and composed. Memory is bounded by [`STRIPE`] and [`STREAMS`].
 //! - After a kill, the image's hashes are compared with the anchor's, and with those that each delta leads to.
+//! - A receiver that keeps a slice gets the ranges that its blocks are in, and of deltas the same blocks. See [`slice`].
+
+mod links;
+mod slice;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs::File;
 use std::num::NonZeroU16;
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use parking_lot::{Mutex, MutexGuard};
 use windlass_core::address::Host;
-use windlass_core::delta::{Delta, DeltaHeader};
+use windlass_core::delta::Delta;
 use windlass_core::digest::BlockSum;
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::manifest::Manifest;
 use windlass_core::ranges::BlockRanges;
-use windlass_core::store::{AnchorIndex, Chain, DeltaRef, Head, Object, ObjectHash, VersionIndex, Way};
+use windlass_core::store::{AnchorIndex, Chain, DeltaRef, Head, Object, VersionIndex, Way};
 use windlass_core::wire::control::{
     Granted, Refused, Registered, Registration, RequestMode, TransferAnswer, TransferDone, TransferRequest,
     VersionInfo,
@@ -43,11 +46,11 @@ use windlass_core::wire::{
 };
 use windlass_data::history::{History, Limits, Segment};
 use windlass_data::receiver::{Carrier, Control, ControlError, EachTable};
-use windlass_data::seal::DeltaFile;
-use windlass_data::seal::draft::{Draft, make_dir};
+use windlass_data::seal::draft::make_dir;
 use windlass_data::stop::Stop;
 use windlass_data::tcp::{Landing, TcpError, Watch};
 
+use self::links::AT_ONCE;
 use super::bucket::StoreFailure;
 use super::model::{Look, Pick, StoredModel, Tag};
 use super::publish::is_damage;
@@ -91,6 +94,10 @@ struct State {
     manifest: Option<Arc<Manifest>>,
     anchor: Option<(Object, Arc<Anchored>)>,
     history: Option<(Incarnation, Arc<History>)>,
+    slice: slice::Slice,
+    /// Whether ranges of an image are still to be fetched, and the deltas that were fetched meanwhile, with their bytes.
+    filling: bool,
+    ahead: BTreeMap<(Version, Version), u64>,
     /// How often image bytes of the version were asked for.
     fills: u32,
     /// What open tickets are for.
@@ -112,14 +119,17 @@ pub(crate) struct StoreControl {
     pick: Pick,
     /// Where links are kept until the version is whole.
     links: PathBuf,
+    /// Where the hashes of a slice's version are kept.
+    sums: PathBuf,
     state: Mutex<State>,
 }
 
 impl StoreControl {
     /// Follows `model`, or gets one version of it. Links are kept in a directory below `dir`.
     pub(crate) fn new(model: StoredModel, pick: Pick, dir: &Path) -> StoreControl {
-        let links = dir.join(format!(".{}.store", model.model_id()));
-        StoreControl { model, pick, links, state: Mutex::default() }
+        let place = |end: &str| dir.join(format!(".{}.{end}", model.model_id()));
+        let (links, sums) = (place("store"), place("sums"));
+        StoreControl { model, pick, links, sums, state: Mutex::default() }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -163,6 +173,7 @@ impl StoreControl {
                 state.manifest = None;
             }
             state.fills = 0;
+            state.ahead.clear();
             let chain = Chain::new(&index);
             state.stored = Some(Arc::new(Stored { index, chain }));
         }
@@ -186,7 +197,8 @@ impl StoreControl {
             layout_hash: index.layout_hash,
             cuts_hash: index.cuts_hash,
         };
-        if newer_than.is_some() && !info.is_newer_than(newer_than) {
+        if let Some(had) = newer_than.filter(|_| !info.is_newer_than(newer_than)) {
+            self.save(had);
             self.clear_links();
         }
         Ok(info)
@@ -275,13 +287,13 @@ impl StoreControl {
         const WHAT: &str = "get a delta";
         let history = self.history(stored, stop)?;
         let had = history.versions();
-        let mut fetched = 0;
+        let mut fetched = self.state().ahead.remove(&(base, target)).unwrap_or_default();
         if !had.contains(&base) || !had.contains(&target) {
             // What is there is the beginning of the way, if the chain leads on from its end.
             let newest = had.last().copied().filter(|_| had.contains(&base));
             let on = newest.and_then(|newest| stored.chain.between(newest, target));
             let Some(links) = on.or_else(|| stored.chain.between(base, target)) else { return Ok(None) };
-            fetched = match self.fetch(stored, &history, &links, stop) {
+            fetched += match self.fetch(stored, &history, &links, stop) {
                 Err(e) if is_damage(e.kind()) => match stored.chain.each_between(base, target) {
                     Some(each) if each.len() > links.len() => {
                         tracing::warn!(error = %e, "a composed delta cannot be used: those of every version are fetched");
@@ -317,12 +329,11 @@ impl StoreControl {
             history.clear();
             missing = 0;
         }
-        let mut fetched = 0;
-        for link in links.get(missing..).unwrap_or_default() {
-            self.fetch_link(stored, history, link, stop)?;
-            fetched += link.bytes;
+        let links = links.get(missing..).unwrap_or_default();
+        for links in links.chunks(AT_ONCE) {
+            self.fetch_links(stored, history, links, stop)?;
         }
-        Ok(fetched)
+        Ok(links.iter().map(|link| link.bytes).sum())
     }
 
     fn history(&self, stored: &Stored, stop: &Stop) -> Result<Arc<History>, ControlError> {
@@ -340,79 +351,6 @@ impl StoreControl {
         let history = Arc::new(history.map_err(|e| failed(chain(&e)))?);
         self.state().history = Some((incarnation, Arc::clone(&history)));
         Ok(history)
-    }
-
-    /// Fetches a link, proves its hash and adds it to the history.
-    fn fetch_link(
-        &self,
-        stored: &Stored,
-        history: &History,
-        link: &DeltaRef,
-        stop: &Stop,
-    ) -> Result<(), ControlError> {
-        const WHAT: &str = "get a delta";
-        let object = stored.index.delta_object(link);
-        let name = self.model.name(&object);
-        let place = history.path(link.base, link.target);
-        let local = |e: std::io::Error| self.odd(WHAT, Kind::Exhausted, format!("{}: {e}", place.display()));
-        let draft = Draft::create(&place).map_err(local)?;
-        self.ranges(&name, link.bytes, draft.file(), stop)?;
-        let found = ObjectHash::of_file(|buffer, at| draft.file().read_exact_at(buffer, at), link.bytes);
-        let found = found.map_err(local)?;
-        let wrong = |why: String| self.odd(WHAT, Kind::Corrupt, format!("{name}: {why}"));
-        if found != link.hash {
-            let why =
-                format!("it has hash {found}, not {}: it was damaged in the store or on the way", link.hash);
-            return Err(wrong(why));
-        }
-        let mut front = vec![0; link.bytes.min(4096) as usize];
-        draft.file().read_exact_at(&mut front, 0).map_err(local)?;
-        let (header, _) = DeltaHeader::parse(&front).map_err(|e| wrong(e.to_string()))?;
-        let incarnation = stored.index.identity.incarnation;
-        let digests = (stored.chain.digest_of(link.base), Some(link.digest));
-        let named = ((incarnation, link.base), (incarnation, link.target));
-        if (header.base, header.target) != named
-            || (Some(header.base_digest), Some(header.target_digest)) != digests
-        {
-            return Err(wrong("it leads between other versions than its index says".into()));
-        }
-        draft.place().map_err(local)?;
-        let file =
-            DeltaFile { path: place.clone(), header, bytes: link.bytes, changes: 0, context_records: 0 };
-        history.add(file).map_err(|e| wrong(chain(&e)))
-    }
-
-    /// Fetches an object into a file, several ranges at once.
-    fn ranges(&self, name: &str, bytes: u64, file: &File, stop: &Stop) -> Result<(), ControlError> {
-        let next = AtomicU64::new(0);
-        let failed = Mutex::new(None);
-        let give_up = AtomicBool::new(false);
-        let stripes = bytes.div_ceil(STRIPE.into());
-        std::thread::scope(|scope| {
-            for _ in 0..stripes.min(STREAMS.into()) {
-                scope.spawn(|| {
-                    while !give_up.load(Ordering::Relaxed) {
-                        let stripe = next.fetch_add(1, Ordering::Relaxed);
-                        if stripe >= stripes {
-                            break;
-                        }
-                        let from = stripe * u64::from(STRIPE);
-                        let to = (from + u64::from(STRIPE)).min(bytes);
-                        let got = self.model.bucket().read_range(name, from..to, stop);
-                        let done = got.map_err(|e| self.lost("get a delta", &e)).and_then(|got| {
-                            let local =
-                                |e: std::io::Error| self.odd("get a delta", Kind::Exhausted, e.to_string());
-                            file.write_all_at(&got, from).map_err(local)
-                        });
-                        if let Err(e) = done {
-                            give_up.store(true, Ordering::Relaxed);
-                            failed.lock().get_or_insert(e);
-                        }
-                    }
-                });
-            }
-        });
-        failed.into_inner().map_or(Ok(()), Err)
     }
 
     /// A ticket that this process serves itself.
@@ -479,7 +417,7 @@ impl StoreControl {
         })))
     }
 
-    fn grant_image(&self, wanted: Option<&BlockRanges>, stop: &Stop) -> Result<TransferAnswer, ControlError> {
+    fn grant_image(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
         let anchored = self.anchored(stop)?;
         let stored = self.stored()?;
         let fills = {
@@ -495,7 +433,12 @@ impl StoreControl {
             );
             return Err(self.odd("get the image", Kind::Corrupt, why));
         }
-        let digest = stored.chain.digest_of(version).ok_or_else(|| {
+        let keeps = request.keeps.as_ref();
+        let digest = match keeps {
+            Some(keeps) => self.slice_digest(&stored, keeps, version, stop)?,
+            None => stored.chain.digest_of(version),
+        };
+        let digest = digest.ok_or_else(|| {
             self.odd(
                 "get the image",
                 Kind::Bug,
@@ -503,7 +446,7 @@ impl StoreControl {
             )
         })?;
         let all = BlockRanges::from(0..anchored.index.blocks);
-        let wanted = wanted.cloned().unwrap_or(all);
+        let wanted = request.wanted.as_ref().or(keeps).cloned().unwrap_or(all);
         let identity = Identity { version, ..stored.index.identity.clone() };
         let versions = anchored.versions.clone();
         let why = format!("the anchor of version {version} begins the cheapest chain");
@@ -514,21 +457,31 @@ impl StoreControl {
         &self,
         stored: &Stored,
         (base, target): (Version, Version),
+        request: &TransferRequest,
         stop: &Stop,
     ) -> Result<TransferAnswer, ControlError> {
-        let digests = (stored.chain.digest_of(base), stored.chain.digest_of(target));
-        let (Some(base_digest), Some(digest)) = digests else { return Ok(refused("its base is unknown")) };
-        let Some((segment, fetched)) = self.segment(stored, (base, target), stop)? else {
+        let Some((mut segment, mut fetched)) = self.segment(stored, (base, target), stop)? else {
             return Ok(refused("there is no delta"));
         };
+        let digests = match (&request.keeps, &request.have) {
+            // That of its base was compared.
+            (Some(keeps), Some(have)) => (Some(have.digest), self.slice_digest(stored, keeps, target, stop)?),
+            (..) => (stored.chain.digest_of(base), stored.chain.digest_of(target)),
+        };
+        let (Some(base_digest), Some(digest)) = digests else { return Ok(refused("its base is unknown")) };
+        if let Some(keeps) = &request.keeps {
+            segment = self.only(stored, &segment, keeps, (base_digest, digest), stop)?;
+            fetched += self.fetched_for_hashes();
+        }
         let named = |version| Identity { version, ..stored.index.identity.clone() };
         let why = format!("{fetched} bytes of deltas lead from version {base}");
         let base = Base { identity: named(base), digest: base_digest };
         let payloads = vec![Payload { bytes: segment.bytes, sources: vec![SourceId(0)], sums: Vec::new() }];
         let all = BlockRanges::from(0..self.layout(stop)?.cuts().blocks());
-        let versions = BlockVersions::uniform(&all, target);
+        let wanted = request.keeps.clone().unwrap_or(all);
+        let versions = BlockVersions::uniform(&wanted, target);
         let mode = Mode::Delta { base, payloads };
-        self.grant(Cargo::Delta(segment, fetched), (mode, named(target), digest), (all, versions), why)
+        self.grant(Cargo::Delta(segment, fetched), (mode, named(target), digest), (wanted, versions), why)
     }
 }
 
@@ -580,7 +533,7 @@ impl Control for StoreControl {
 
     fn sums(&self, _: &Identity, stop: &Stop) -> Result<Vec<BlockSum>, ControlError> {
         let mut last = Vec::new();
-        self.tables(&mut |_, sums| last = sums.to_vec(), stop)?;
+        self.tables(None, &mut |_, sums| last = sums.to_vec(), stop)?;
         Ok(last)
     }
 
@@ -601,25 +554,28 @@ impl Control for StoreControl {
     }
 
     fn request(&self, request: &TransferRequest, stop: &Stop) -> Result<TransferAnswer, ControlError> {
-        if request.keeps.is_some() {
-            return Ok(refused("a store has no slices: receive the whole model"));
-        }
         let stored = self.stored()?;
         let to = request.version.unwrap_or(stored.index.identity.version);
         let ours = stored.index.identity.incarnation;
         let have = request.have.as_ref().filter(|h| h.incarnation == ours).map(|h| (h.version, h.digest));
+        let have = match &request.keeps {
+            Some(keeps) if request.mode != RequestMode::Full => self.whole_of(keeps, have, to, stop)?,
+            Some(_) | None => have,
+        };
         match request.mode {
-            RequestMode::Full => self.grant_image(request.wanted.as_ref(), stop),
+            RequestMode::Full => self.grant_image(request, stop),
             RequestMode::Delta | RequestMode::Auto => {
                 let (stored, way) = self.way(have, to, stop)?;
                 let base = have.filter(|(v, d)| stored.chain.digest_of(*v) == Some(*d)).map(|(v, _)| v);
                 match (way, request.mode, base) {
-                    (Some(Way::Deltas { .. }), _, Some(base)) => self.grant_delta(&stored, (base, to), stop),
+                    (Some(Way::Deltas { .. }), _, Some(base)) => {
+                        self.grant_delta(&stored, (base, to), request, stop)
+                    }
                     // What costs more than the anchor is still what was asked for.
                     (Some(Way::Anchor { .. }), RequestMode::Delta, Some(base)) if base < to => {
-                        self.grant_delta(&stored, (base, to), stop)
+                        self.grant_delta(&stored, (base, to), request, stop)
                     }
-                    (_, RequestMode::Auto, _) => self.grant_image(request.wanted.as_ref(), stop),
+                    (_, RequestMode::Auto, _) => self.grant_image(request, stop),
                     (_, RequestMode::Delta | RequestMode::Full, _) => {
                         let have = have.map_or_else(
                             || "nothing of this incarnation".into(),
@@ -633,24 +589,51 @@ impl Control for StoreControl {
     }
 
     fn done(&self, done: &TransferDone, _: &Stop) -> Result<(), ControlError> {
-        self.state().cargo.remove(&done.completion.ticket);
+        let cargo = self.state().cargo.remove(&done.completion.ticket);
+        let stored = self.stored()?;
+        let incarnation = stored.index.identity.incarnation;
+        match cargo {
+            Some(Cargo::Image(anchored)) => self.save((incarnation, anchored.index.version())),
+            Some(Cargo::Delta(segment, _)) => self.save((incarnation, segment.header.target.1)),
+            None => {}
+        }
         Ok(())
     }
 }
 
 impl Carrier for StoreControl {
-    fn digests(&self) -> BTreeMap<Version, StateDigest> {
-        let Some(stored) = self.state().stored.clone() else { return BTreeMap::new() };
+    fn digests(&self, keeps: Option<&BlockRanges>, known: &mut BTreeMap<Version, StateDigest>) {
+        let Some(stored) = self.state().stored.clone() else { return };
         let anchor = &stored.index.anchor;
         let deltas = stored.index.deltas.iter().map(|d| (d.target, d.digest));
-        std::iter::once((anchor.start, anchor.digest)).chain(deltas).collect()
+        let whole = std::iter::once((anchor.start, anchor.digest)).chain(deltas);
+        match keeps {
+            None => known.extend(whole),
+            Some(keeps) => {
+                known.extend(self.slice_digests(keeps));
+                // Parts of an anchor may be of versions of which the slice's digest is not known. Deltas lead on from them, and the
+                // version that they lead to is proved.
+                whole.for_each(|(version, digest)| _ = known.entry(version).or_insert(digest));
+            }
+        }
     }
 
-    fn tables(&self, each: EachTable<'_>, stop: &Stop) -> Result<(), ControlError> {
+    fn tables(
+        &self,
+        keeps: Option<&BlockRanges>,
+        each: EachTable<'_>,
+        stop: &Stop,
+    ) -> Result<(), ControlError> {
         const WHAT: &str = "get the hashes";
         let (stored, anchored) = (self.stored()?, self.anchored(stop)?);
         let mut sums = anchored.sums.clone();
         each(&anchored.versions, &sums);
+        let newest = anchored.index.version();
+        let note = |version: Version, sums: &[BlockSum]| match keeps.filter(|_| version >= newest) {
+            Some(keeps) => self.note(&stored, keeps, (version, sums), stop),
+            None => Ok(()),
+        };
+        note(anchored.index.start, &sums)?;
         if stored.index.deltas.is_empty() {
             return Ok(());
         }
@@ -665,13 +648,8 @@ impl Carrier for StoreControl {
             let bytes = std::fs::read(&path).map_err(local)?;
             let wrong = |why: String| self.odd(WHAT, Kind::Corrupt, why);
             let delta = Delta::parse(&bytes).map_err(|e| wrong(e.to_string()))?;
-            for record in delta.records() {
-                // A part may be of a later version than the delta leads to.
-                let older = anchored.versions.version_of(record.block).is_some_and(|v| v < link.target);
-                if let Some(sum) = sums.get_mut(record.block as usize).filter(|_| older) {
-                    *sum = record.sum;
-                }
-            }
+            slice::overlay(&mut sums, &anchored.versions, &delta, link.target);
+            note(link.target, &sums)?;
             // Blocks that the anchor has at a later version are not of this one.
             let later = anchored.versions.covered().difference(&anchored.versions.lagging(link.target + 1));
             let versions = all.difference(&later);
@@ -759,6 +737,10 @@ impl Carrier for StoreControl {
         // Deltas were proved when they were fetched, and are proved again record by record.
         let verify = matches!(cargo, Cargo::Image(_));
         std::thread::scope(|scope| {
+            if let Cargo::Image(anchored) = &cargo {
+                self.state().filling = true;
+                scope.spawn(|| self.fetch_ahead(anchored, ticket, &stop));
+            }
             for _ in 0..plan.stripes().len().min(STREAMS.into()) {
                 scope.spawn(|| {
                     let mut lander = landing.lander(ticket, &plan, verify);
@@ -771,6 +753,7 @@ impl Carrier for StoreControl {
                             failed.lock().get_or_insert(e);
                         }
                     }
+                    self.state().filling = false;
                 });
             }
         });

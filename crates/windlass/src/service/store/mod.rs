@@ -4,8 +4,9 @@
 //! |---|---|
 //! | [`bucket`] | objects below a URL, through the `object_store` crate; no message repeats a secret |
 //! | [`model`] | one model: its head, its versions and its documents |
+//! | [`kept`] | the versions that are there, and what each needs |
 //! | [`publish`] | the task of an agent that uploads what it seals |
-//! | [`follow`] | the receiver's end |
+//! | [`follow`] | the receiver's end; its module `slice` has the proof of a part of a model |
 //! | [`fallback`] | an agent, and its store while that is away |
 //! | [`transport`] | the requests, sent by the client of all services |
 //!
@@ -14,6 +15,7 @@
 pub(crate) mod bucket;
 pub mod fallback;
 pub(crate) mod follow;
+pub(crate) mod kept;
 pub(crate) mod model;
 pub(crate) mod publish;
 mod transport;

@@ -7,8 +7,8 @@
 //!
 //! 1. The delta from the last uploaded version to the newest sealed one is taken from the history, which composes several into
 //!    one if the upload is slower than the trainer, and uploaded.
-//! 2. If an anchor is due, some of its parts are copied from the slot that is whole now, and uploaded. The version of that slot
-//!    becomes one that the deltas pass.
+//! 2. If an anchor is due, its parts are copied from the slot that is whole now, and uploaded, until a newer version is sealed.
+//!    The version of that slot becomes one that the deltas pass.
 //! 3. If an anchor is complete, the index of the newest uploaded version is written, and the head is moved.
 //! 4. Once there are enough deltas since the last time, one that does what all of them do is composed and uploaded. The next
 //!    index lists it.
@@ -26,6 +26,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::os::unix::fs::FileExt as _;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -47,6 +48,7 @@ use windlass_data::stop::Stop;
 use windlass_data::tls::Trust;
 
 use super::bucket::{Bucket, StoreFailure, Written};
+use super::kept::{add_kept, kept};
 use super::model::{Look, StoredModel, Tag};
 use crate::console::Session;
 use crate::error::chain;
@@ -170,7 +172,7 @@ impl Publisher {
             unread: BTreeSet::new(),
             seen: None,
             hard: hard.clone(),
-            owed: Instant::now(),
+            owed: Mutex::new(Instant::now()),
         };
         let thread = std::thread::Builder::new().name("windlass-upload".into()).spawn(move || task.run())?;
         Ok(Publisher { figures, stop, hard, thread: Some(thread) })
@@ -245,7 +247,7 @@ struct Task {
     kept: Vec<Kept>,
     unread: BTreeSet<Object>,
     /// Until when the bytes that were uploaded use up the bandwidth.
-    owed: Instant,
+    owed: Mutex<Instant>,
 }
 
 impl Task {
@@ -509,32 +511,44 @@ impl Task {
         Ok(DeltaRef { base, target, digest: header.target_digest, hash, bytes: len })
     }
 
-    /// Uploads as many parts at once as there may be, of the slot that is whole now.
+    /// Uploads parts of the slot that is whole now, as many at once as there may be, until all are there, the trainer takes the
+    /// slot back, or a newer version is sealed, whose delta goes first.
     fn upload_parts(&mut self, stop: &Stop) -> Result<(), PublishError> {
         let Some(uploading) = &self.uploading else { return Ok(()) };
         let (start, from) = (uploading.start, uploading.done.len());
         let Some(slot) = self.server.newest_slot().filter(|slot| self.passes(slot.version, start)) else {
             return Ok(());
         };
-        let wanted: Vec<Range<u32>> =
-            uploading.parts.iter().skip(from).take(self.options.streams).cloned().collect();
-        let bytes: u64 = wanted.iter().map(|w| self.manifest().bytes_of(&w.clone().into())).sum();
-        self.pace(bytes, stop);
-        let this = &*self;
-        let uploaded: Vec<Result<Option<UploadedPart>, PublishError>> = std::thread::scope(|scope| {
-            let upload = |(i, blocks): (usize, Range<u32>)| {
-                let slot = &slot;
-                scope.spawn(move || this.upload_part(slot, start, from + i, blocks, stop))
-            };
-            let threads: Vec<_> = wanted.into_iter().enumerate().map(upload).collect();
+        let left = uploading.parts.get(from..).unwrap_or_default();
+        let (this, next, over) = (&*self, AtomicUsize::new(0), AtomicBool::new(false));
+        let uploaded = Mutex::new(BTreeMap::new());
+        // While one copies and hashes its next part, the others upload theirs.
+        let work = || {
+            let mut room = Vec::new();
+            let mut goes_on = true;
+            while goes_on {
+                let i = next.fetch_add(1, Ordering::Relaxed);
+                let Some(blocks) = left.get(i) else { break };
+                let part = this.upload_part(&slot, start, from + i, blocks.clone(), &mut room, stop);
+                if !matches!(part, Ok(Some(_))) {
+                    over.store(true, Ordering::Relaxed);
+                }
+                uploaded.lock().insert(i, part);
+                goes_on = !over.load(Ordering::Relaxed) && this.server.version().version == this.seen;
+            }
+        };
+        std::thread::scope(|scope| {
+            let streams = self.options.streams.min(left.len());
+            let threads: Vec<_> = (0..streams).map(|_| scope.spawn(work)).collect();
             // A thread that panicked has said so, and its part is uploaded again.
-            threads.into_iter().map(|t| t.join().unwrap_or(Ok(None))).collect()
+            threads.into_iter().for_each(|thread| drop(thread.join()));
         });
         // Parts are kept in their order, as far as they came.
-        for part in uploaded {
+        for (i, part) in uploaded.into_inner() {
             let Some(part) = part? else { break };
-            if let Some(uploading) = &mut self.uploading {
-                uploading.done.push(part);
+            match &mut self.uploading {
+                Some(uploading) if uploading.done.len() == from + i => uploading.done.push(part),
+                Some(_) | None => break,
             }
         }
         self.finish_anchor(stop)
@@ -545,21 +559,32 @@ impl Task {
         version == start || version > start && self.chain.deltas.iter().any(|d| d.target == version)
     }
 
-    /// Copies and uploads a part. None if the trainer has taken the slot back.
+    /// Copies a part into `room` and uploads it. None if the trainer has taken the slot back.
     fn upload_part(
         &self,
         slot: &SlotView,
         start: Version,
         number: usize,
         blocks: Range<u32>,
+        room: &mut Vec<u8>,
         stop: &Stop,
     ) -> Result<Option<UploadedPart>, PublishError> {
-        let Some(bytes) = slot.copy(blocks.clone(), LEASE)? else { return Ok(None) };
-        let (hash, len) = (ObjectHash::of(&bytes), bytes.len() as u64);
+        self.pace(self.manifest().bytes_of(&blocks.clone().into()), stop);
+        if !slot.copy(blocks.clone(), LEASE, room)? {
+            return Ok(None);
+        }
+        let (hash, len) = (ObjectHash::of(room), room.len() as u64);
         let incarnation = self.incarnation();
         let object = Object::Part { incarnation, start, part: number as u32, hash };
         let model = self.model()?;
-        model.bucket().write(&model.name(&object), bytes.into(), stop)?;
+        let bytes = Bytes::from(std::mem::take(room));
+        let written = model.bucket().write(&model.name(&object), bytes.clone(), stop);
+        // The next part comes into the same memory, whose pages are there already.
+        if let Ok(mut bytes) = bytes.try_into_mut() {
+            bytes.clear();
+            *room = bytes.into();
+        }
+        written?;
         self.note(|f| f.bytes += len);
         let (first, count) = (blocks.start, blocks.end - blocks.start);
         let sums = blocks.flat_map(|b| slot.sums.get(b).to_bytes()).collect();
@@ -626,6 +651,7 @@ impl Task {
         if self.chain.published.is_some_and(|p| p >= version) {
             return Ok(());
         }
+        self.check_head(stop)?;
         let manifest = self.manifest();
         let stored = match self.chain.manifest {
             Some(stored) => stored,
@@ -658,8 +684,14 @@ impl Task {
             kind: Kind::Bug,
             why: e.to_string(),
         })?;
-        let index = self.write_index(index, stop)?;
-        self.move_head(&index, stop)?;
+        let (index, new) = self.write_index(index, stop)?;
+        let moved = self.move_head(&index, stop);
+        if new && matches!(moved, Err(PublishError::Fenced { .. })) {
+            // The publisher that has the store now did not know of this version when it removed what it found unneeded.
+            let model = self.model()?;
+            model.bucket().remove([model.name(&index.object()).as_str()], stop)?;
+        }
+        moved?;
         let parts = if index.anchor == anchor { parts } else { self.model()?.anchor(&index, stop)? };
         self.chain.published = Some(version);
         self.kept.push(Kept { object: index.object(), unix_ms: index.unix_ms, needs: index.needs(&parts) });
@@ -674,19 +706,30 @@ impl Task {
         Ok(())
     }
 
-    /// Writes an index unless it is there. One that an earlier attempt has written is as good.
-    fn write_index(&self, index: VersionIndex, stop: &Stop) -> Result<VersionIndex, PublishError> {
+    /// A publisher that has lost the store to a later one writes no version: what it needs may have been removed.
+    fn check_head(&self, stop: &Stop) -> Result<(), PublishError> {
+        let (model, ours) = (self.model()?, self.incarnation());
+        match model.look(self.chain.tag.as_ref(), stop)? {
+            Look::Moved(found, _) if found.identity.incarnation > ours => {
+                Err(PublishError::Fenced { store: model.label(), theirs: found.identity, ours })
+            }
+            Look::Moved(..) | Look::Same | Look::Absent => Ok(()),
+        }
+    }
+
+    /// Writes an index unless it is there. One that an earlier attempt has written is as good. Answers whether it is new.
+    fn write_index(&self, index: VersionIndex, stop: &Stop) -> Result<(VersionIndex, bool), PublishError> {
         let model = self.model()?;
         let (incarnation, version) = (index.identity.incarnation, index.identity.version);
         let created = model.bucket().create(&model.name(&index.object()), index.to_object().into(), stop)?;
         if created != Written::Otherwise {
-            return Ok(index);
+            return Ok((index, true));
         }
         let there = model.version(incarnation, version, stop)?;
         if there.digest != index.digest {
             return Err(PublishError::OtherVersion { store: model.label(), version });
         }
-        Ok(there)
+        Ok((there, false))
     }
 
     /// Moves the head to a version, from the state in which this publisher saw it.
@@ -753,7 +796,14 @@ impl Task {
         let incarnation = self.incarnation();
         let delta =
             |d: &DeltaRef| Object::Delta { incarnation, base: d.base, target: d.target, hash: d.hash };
-        self.chain.deltas.iter().chain(&self.chain.composed).map(delta).collect()
+        let manifest = self.chain.manifest.map(|stored| Object::Manifest { incarnation, hash: stored.hash });
+        let anchor = self.chain.anchor.iter().flat_map(|(anchor, index)| {
+            let (start, hash) = (anchor.start, anchor.index.hash);
+            let parts = (0..index.parts.len()).map(|part| index.part_object(part));
+            parts.chain([index.sums_object(), Object::Anchor { incarnation, start, hash }])
+        });
+        let deltas = self.chain.deltas.iter().chain(&self.chain.composed).map(delta);
+        deltas.chain(manifest).chain(anchor).collect()
     }
 
     fn write(&mut self, object: &Object, bytes: Bytes, stop: &Stop) -> Result<(), PublishError> {
@@ -766,14 +816,18 @@ impl Task {
     }
 
     /// Waits until so many more bytes may be uploaded.
-    fn pace(&mut self, bytes: u64, stop: &Stop) {
+    fn pace(&self, bytes: u64, stop: &Stop) {
         let Some(bandwidth) = self.options.bandwidth else { return };
-        let until = self.owed;
+        let takes = Duration::from_secs_f64(bytes as f64 / bandwidth.max(1) as f64);
+        let until = {
+            let mut owed = self.owed.lock();
+            let until = (*owed).max(Instant::now());
+            *owed = until + takes;
+            until
+        };
         while Instant::now() < until && !stop.is_set() && !self.end.is_set() {
             std::thread::sleep((until - Instant::now().min(until)).min(stop.nap()));
         }
-        let takes = Duration::from_secs_f64(bytes as f64 / bandwidth.max(1) as f64);
-        self.owed = self.owed.max(Instant::now()) + takes;
     }
 }
 
@@ -792,59 +846,6 @@ fn found(
     let index = model.version(incarnation, version, stop)?;
     let anchor = model.anchor(&index, stop)?;
     Ok((index, anchor))
-}
-
-/// All versions of a model, oldest first, with what each needs; and those whose index or anchor cannot be read, if such a failure
-/// may be passed over. One that cannot be read counts as one that needs all that it could need.
-pub(crate) fn kept(
-    model: &StoredModel,
-    passes_over: &dyn Fn(Kind) -> bool,
-    stop: &Stop,
-) -> Result<(Vec<Kept>, BTreeSet<Object>), StoreFailure> {
-    let (mut all, mut unread) = (Vec::new(), BTreeSet::new());
-    add_kept(model, &mut all, &mut unread, passes_over, stop)?;
-    Ok((all, unread))
-}
-
-/// Adds the versions that are there and not among `all`, and reads again those that could not be read.
-fn add_kept(
-    model: &StoredModel,
-    all: &mut Vec<Kept>,
-    unread: &mut BTreeSet<Object>,
-    passes_over: &dyn Fn(Kind) -> bool,
-    stop: &Stop,
-) -> Result<(), StoreFailure> {
-    let (objects, _) = model.list(stop)?;
-    let known: BTreeSet<Object> = all.iter().map(|k| k.object).filter(|o| !unread.contains(o)).collect();
-    let mut anchors: BTreeMap<Object, AnchorIndex> = BTreeMap::new();
-    let mut found = Vec::new();
-    for (object, listed) in objects.iter().filter(|(o, _)| !known.contains(o)) {
-        let Some((incarnation, version)) = object.as_version() else { continue };
-        let read = model.version(incarnation, version, stop).and_then(|index| {
-            let known = anchors.get(&index.anchor_object()).cloned();
-            let anchor = known.map_or_else(|| model.anchor(&index, stop), Ok)?;
-            Ok((index, anchor))
-        });
-        let (unix_ms, needs) = match read {
-            Ok((index, anchor)) => {
-                unread.remove(object);
-                let anchor = anchors.entry(index.anchor_object()).or_insert(anchor);
-                (index.unix_ms, index.needs(anchor))
-            }
-            Err(e) if passes_over(e.kind) => {
-                tracing::warn!(error = %e, "a version cannot be read: all that it may need is kept with it");
-                unread.insert(*object);
-                let may_need = objects.iter().filter(|(o, _)| o.may_be_needed_by(incarnation, version));
-                (listed.unix_ms, may_need.map(|(o, l)| (*o, l.bytes)).collect())
-            }
-            Err(e) => return Err(e),
-        };
-        found.push(Kept { object: *object, unix_ms, needs });
-    }
-    all.retain(|k| !found.iter().any(|f| f.object == k.object));
-    all.extend(found);
-    all.sort_by_key(|k| k.object);
-    Ok(())
 }
 
 /// The present, in milliseconds since the Unix epoch.

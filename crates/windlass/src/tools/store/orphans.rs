@@ -15,8 +15,9 @@ use super::{Place, told};
 use crate::console::{Session, bytes};
 use crate::error::Error;
 use crate::service::store::bucket::Listed;
+use crate::service::store::kept::kept;
 use crate::service::store::model::StoredModel;
-use crate::service::store::publish::{kept, now_ms};
+use crate::service::store::publish::now_ms;
 
 /// The checked arguments of `gc` with a URL.
 #[derive(Debug)]

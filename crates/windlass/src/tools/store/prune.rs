@@ -12,7 +12,8 @@ use windlass_core::store::{Object, Retention, garbage, retire};
 use super::{Place, told};
 use crate::console::{Session, bytes, count};
 use crate::error::Error;
-use crate::service::store::publish::{kept, now_ms};
+use crate::service::store::kept::kept;
+use crate::service::store::publish::now_ms;
 
 /// The checked arguments of `store prune`.
 #[derive(Debug)]

@@ -99,7 +99,7 @@ fn ports(dice: &mut Dice, count: usize) -> Vec<u16> {
 }
 
 /// Compiles what is between a process and its clock.
-fn shim() -> (TempDir, PathBuf) {
+pub(crate) fn shim() -> (TempDir, PathBuf) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let made = dir.path().join("clock.so");
     let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/it/soak/clock.c");

@@ -13,10 +13,10 @@ use super::{home, objects, receive, shown, stored, trainer, trainer_of};
 use crate::process::{Agent, PATIENCE, Process, Trainer};
 
 /// The image has a little less than 14 MiB.
-const IMAGE: u64 = 13 << 20;
+pub(super) const IMAGE: u64 = 13 << 20;
 
 /// A trainer's agents, all with the same token, and a receiver of one of them.
-struct Run {
+pub(super) struct Run {
     token: PathBuf,
     /// The port that the receiver knows.
     port: u16,
@@ -24,7 +24,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(home: &Path, url: &str) -> Run {
+    pub(super) fn new(home: &Path, url: &str) -> Run {
         let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
         Run { token: home.join("token"), port, url: url.to_owned() }
     }
@@ -43,12 +43,12 @@ impl Run {
     }
 
     /// An agent at the port that the receiver knows.
-    fn agent(&self, region: &Path) -> Agent {
+    pub(super) fn agent(&self, region: &Path) -> Agent {
         Agent::of(Process::start(self.flags(region, self.port, true)))
     }
 
     /// One at another port: only the store leads to its versions.
-    fn moved(&self, region: &Path) -> Agent {
+    pub(super) fn moved(&self, region: &Path) -> Agent {
         Agent::of(Process::start(self.flags(region, 0, true)))
     }
 
@@ -58,26 +58,30 @@ impl Run {
     }
 
     fn receive(&self, dir: &Path) -> Process {
+        self.receive_with(dir, &[])
+    }
+
+    pub(super) fn receive_with(&self, dir: &Path, more: &[&str]) -> Process {
         let flags = self.receiver_flags();
-        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let flags: Vec<&str> = flags.iter().map(String::as_str).chain(more.iter().copied()).collect();
         receive(&format!("http://127.0.0.1:{}", self.port), dir, &flags)
     }
 }
 
-fn kill(agent: &mut Agent) {
+pub(super) fn kill(agent: &mut Agent) {
     agent.process.signal(Signal::KILL);
     agent.process.ends_within(PATIENCE);
 }
 
 /// Waits until the receiver says that versions come from there.
-fn turned(receiver: &Process, source: &str) -> Value {
+pub(super) fn turned(receiver: &Process, source: &str) -> Value {
     let line = receiver.event("source");
     assert_eq!(line["source"], source, "{line}");
     line
 }
 
 /// Waits for a version, which must be one delta and have this digest.
-fn by_delta(receiver: &Process, version: u64, digest: &str) {
+pub(super) fn by_delta(receiver: &Process, version: u64, digest: &str) {
     let line = shown(receiver, version);
     assert_eq!((&line["image"]["digest"], &line["mode"]), (&digest.into(), &"delta".into()), "{line}");
     assert!(line["wire_bytes"].as_u64().unwrap() < 1 << 20, "a delta, and nothing else: {line}");
@@ -267,7 +271,6 @@ fn a_store_for_the_time_that_an_agent_is_away_needs_an_agent() {
         (agent, vec![&token, "--store-after=5"], "--store"),
         (agent, vec![&token, &store, "--store-after=-1"], "number of seconds"),
         (agent, vec![&token, &store, "--version=3"], "--version"),
-        (agent, vec![&token, &store, "--slice=x.json"], "--slice"),
     ] {
         let mut process = receive(from, &home.path().join("image"), &more);
         let line = process.rest().pop().unwrap().to_string();
