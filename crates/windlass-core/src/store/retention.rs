@@ -29,9 +29,11 @@ pub struct Retention {
     pub bytes: Option<u64>,
 }
 
-/// How many of `versions`, oldest first, go. The newest stays whatever the limits are.
-pub fn retire(versions: &[Kept], now_ms: u64, limits: &Retention) -> usize {
-    let most = versions.len().saturating_sub(1);
+/// How many of `versions`, oldest first, go. Whatever the limits are, the one that the head names stays, and all after it:
+/// their publisher is about to move the head there. Without the head, only the last one is sure to stay.
+pub fn retire(versions: &[Kept], head: Option<Object>, now_ms: u64, limits: &Retention) -> usize {
+    let last = versions.len().saturating_sub(1);
+    let most = versions.iter().position(|v| Some(v.object) == head).map_or(last, |at| at.min(last));
     let count = limits.count.map_or(0, |n| (versions.len() as u64).saturating_sub(n.max(1)) as usize);
     let old = |v: &&Kept| limits.age_ms.is_some_and(|age| now_ms.saturating_sub(v.unix_ms) > age);
     let aged = versions.iter().take_while(old).count();
@@ -62,7 +64,7 @@ pub fn retire(versions: &[Kept], now_ms: u64, limits: &Retention) -> usize {
 pub fn garbage(gone: &[Kept], stay: &[Kept]) -> Vec<Object> {
     let needed: BTreeSet<&Object> = stay.iter().flat_map(|v| v.needs.keys()).collect();
     let unneeded = |o: &&Object| !needed.contains(o);
-    let indexes: BTreeSet<Object> = gone.iter().map(|v| v.object).collect();
+    let indexes: BTreeSet<Object> = gone.iter().map(|v| &v.object).filter(unneeded).copied().collect();
     let others: BTreeSet<Object> = gone
         .iter()
         .flat_map(|v| v.needs.keys())

@@ -226,6 +226,7 @@ proptest! {
         count in prop::option::of(0..20_u64),
         age in prop::option::of(0..30_u64),
         bytes in prop::option::of(0..400_u64),
+        head in prop::option::of(0..30_usize),
     ) {
         // Runs of versions that share an anchor; each adds a delta.
         let mut versions = Vec::new();
@@ -247,9 +248,12 @@ proptest! {
         }
         let now = versions.len() as u64;
         let limits = Retention { count, age_ms: age, bytes };
-        let gone = retire(&versions, now, &limits);
+        // Versions after the head may be there already.
+        let head = head.and_then(|at| versions.get(at)).map(|v| v.object);
+        let gone = retire(&versions, head, now, &limits);
         let (gone, stay) = versions.split_at(gone);
         prop_assert!(!stay.is_empty(), "the newest stays");
+        prop_assert!(gone.iter().all(|v| Some(v.object) != head), "the head stays");
         let garbage = garbage(gone, stay);
         let needed: BTreeSet<_> = stay.iter().flat_map(|v| v.needs.keys()).collect();
         prop_assert!(garbage.iter().all(|o| !needed.contains(o)));
@@ -259,7 +263,7 @@ proptest! {
         // The indexes go first.
         let first = garbage.iter().take(gone.len());
         prop_assert!(first.eq(gone.iter().map(|v| &v.object)));
-        if stay.len() > 1 {
+        if stay.len() > 1 && Some(stay[0].object) != head {
             prop_assert!(count.is_none_or(|n| stay.len() as u64 <= n.max(1)));
             prop_assert!(age.is_none_or(|a| now - stay[0].unix_ms <= a));
             let total: u64 = stay.iter().flat_map(|v| &v.needs).collect::<BTreeMap<_, _>>().values().copied().sum();

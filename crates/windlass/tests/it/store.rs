@@ -292,6 +292,32 @@ fn a_publisher_that_is_killed_at_any_step_leaves_no_half_version() {
 }
 
 #[test]
+fn retention_keeps_a_version_whose_publisher_was_killed_before_it_moved_the_head() {
+    for kind in Kind::SERVERS {
+        let home = home();
+        let store = Store::start(kind, home.path());
+        let url = store.url("run");
+        let proxy = Proxy::start(store.port);
+        let mut trainer = trainer(&home.path().join("region"));
+        let mut first = store.agent_by(proxy.port, &trainer.region, &url, &[]);
+        stored(&mut trainer, &first, 1);
+        proxy.kill_at("/head.json", first.process.pid());
+        trainer.publish(2);
+        first.process.ends_within(PATIENCE);
+        // The index of version 2 is there, and the next publisher finds it. It ends when its round is over.
+        let mut second = store.agent_by(proxy.port, &trainer.region, &url, &["--store-keep=1"]);
+        second.process.event("stored");
+        let digest = second.sealed(2)["digest"].clone();
+        second.process.signal(Signal::TERM);
+        assert_eq!(second.process.ends_within(PATIENCE), 0);
+        let (code, line) = tools::end(store.command(["store", "verify", &url]));
+        assert_eq!((code, line["versions"].as_u64()), (0, Some(1)), "{line}");
+        let late = store.receive(&url, &home.path().join("late"), &[]);
+        assert_eq!(shown(&late, 2)["image"]["digest"], digest);
+    }
+}
+
+#[test]
 fn retention_in_a_store_keeps_what_the_versions_that_stay_need() {
     let home = home();
     let url = format!("file://{}/run", home.path().display());

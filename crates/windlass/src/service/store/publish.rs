@@ -694,7 +694,10 @@ impl Task {
         moved?;
         let parts = if index.anchor == anchor { parts } else { self.model()?.anchor(&index, stop)? };
         self.chain.published = Some(version);
-        self.kept.push(Kept { object: index.object(), unix_ms: index.unix_ms, needs: index.needs(&parts) });
+        // One that an earlier process has written without moving the head was found with the others.
+        let object = index.object();
+        self.kept.retain(|k| k.object != object);
+        self.kept.push(Kept { object, unix_ms: index.unix_ms, needs: index.needs(&parts) });
         let links = index.deltas.len();
         self.note(|f| {
             f.version = Some(version);
@@ -772,13 +775,15 @@ impl Task {
 
     /// Removes the versions beyond the limits, and what only they needed.
     fn remove_old(&mut self, stop: &Stop) -> Result<(), PublishError> {
-        if retire(&self.kept, now_ms(), &self.options.keep) == 0 {
+        let incarnation = self.incarnation();
+        let head = self.chain.published.map(|version| Object::Version { incarnation, version });
+        if retire(&self.kept, head, now_ms(), &self.options.keep) == 0 {
             return Ok(());
         }
         // The list may have been an old one when this publisher began, and a read may have failed on the way.
         let model = self.model()?.clone();
         add_kept(&model, &mut self.kept, &mut self.unread, &is_damage, stop)?;
-        let gone = retire(&self.kept, now_ms(), &self.options.keep);
+        let gone = retire(&self.kept, head, now_ms(), &self.options.keep);
         let (out, stay) = self.kept.split_at(gone);
         let under_way = self.under_way();
         let removed: Vec<Object> =

@@ -42,7 +42,10 @@ impl Prune {
             let (objects, _) = model.list(stop).map_err(told)?;
             // An index that cannot be read may need any object.
             let (versions, _) = kept(&model, &|_| false, stop).map_err(told)?;
-            let (out, stay) = versions.split_at(retire(&versions, now_ms(), &self.keep));
+            let newest = model.head(stop).map_err(told)?.identity;
+            let (incarnation, version) = (newest.incarnation, newest.version);
+            let head = Object::Version { incarnation, version };
+            let (out, stay) = versions.split_at(retire(&versions, Some(head), now_ms(), &self.keep));
             let garbage: Vec<Object> = garbage(out, stay);
             freed += garbage.iter().filter_map(|o| objects.get(o)).map(|l| l.bytes).sum::<u64>();
             let names: Vec<String> = garbage.iter().map(|o| model.name(o)).collect();
