@@ -27,7 +27,7 @@ _RUST_ERROR = re.compile(r"^error: (?:doc)?test failed, to rerun", re.M)
 
 def failed(group: str, log: str) -> list[str]:
     """The tests of a group that failed; none if something failed that is not a test."""
-    if group in ("pytest", "engines"):
+    if group in ("pytest", "engines", "frameworks"):
         names = list(dict.fromkeys(_PYTEST.findall(log)))
         counted = sum(int(n) for end in _PYTEST_END.findall(log) for n in _PYTEST_COUNT.findall(end))
         return names if len(names) == counted else []
@@ -42,7 +42,7 @@ def commands(group: str, names: list[str]) -> list[list[str]]:
     if group == "rust":
         cargo = shlex.split(os.environ.get("CARGO", "cargo"))
         options = ["--locked", "--features", "windlass-data/conformance", "--no-fail-fast"]
-        return [[*cargo, "test", *options, "--", "--exact", *names]]
+        return [[*cargo, "test", *options, "--", "--exact", "--test-threads=1", *names]]
     inside = [name for name in names if name.startswith("tests/engines/vllm/inside/")]
     others = [name for name in names if name not in inside]
     pythons = ((os.environ.get("PY", ".venv/bin/python"), others), (".venv-vllm/bin/python", inside))

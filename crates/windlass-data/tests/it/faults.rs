@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::plane::child::{Child, Weights};
+use crate::plane::child::{Child, Weights, in_a_process_of_its_own};
 use crate::plane::proxy::Via;
 use crate::plane::remote::{Desk, Remote};
 use crate::plane::{Noise, digest, odd_manifest, shm};
@@ -330,6 +330,12 @@ fn eventually_open(pid: u32, what: &str, limit: Open) {
 
 #[test]
 fn syncs_over_a_bad_network_between_killed_processes_end_equal_or_named() {
+    in_a_process_of_its_own("faults::all_syncs");
+}
+
+#[test]
+#[ignore = "run by the test above, in a process of its own: it counts what that has open"]
+fn all_syncs() {
     let (seed, rounds) = (seed(), syncs());
     let _repeat = Repeat(seed);
     let before = open(std::process::id());

@@ -275,3 +275,21 @@ pub fn processes_about(path: &Path) -> Vec<(u32, String)> {
     }
     found
 }
+
+/// Runs an ignored test of this file in a process of its own, which a test needs that counts what its process has open. Passes its
+/// output on line by line.
+pub fn in_a_process_of_its_own(test: &str) {
+    let (output, input) = std::io::pipe().unwrap();
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", test, "--ignored", "--nocapture"]).stdin(Stdio::null());
+    command.stdout(input.try_clone().unwrap()).stderr(input);
+    let mut child = command.spawn().unwrap();
+    // It holds the ends for writing, and would be waited for.
+    drop(command);
+    let mut passed = false;
+    for line in BufReader::new(output).lines().map_while(Result::ok) {
+        passed |= line.starts_with("test result: ok. 1 passed");
+        println!("{line}");
+    }
+    assert!(child.wait().unwrap().success() && passed, "{test} failed; its output is above");
+}

@@ -25,7 +25,7 @@ mod judge;
 mod network;
 mod service;
 mod trainer;
-mod world;
+pub(crate) mod world;
 
 use std::time::{Duration, Instant};
 
@@ -33,13 +33,19 @@ use service::Taken;
 use world::World;
 
 #[test]
-#[ignore = "a child process of the other test"]
+#[ignore = "a child process of the other tests"]
 fn soak_trainer() {
     trainer::run();
 }
 
 #[test]
 fn no_fault_makes_a_version_wrong_ends_a_service_or_keeps_anyone_waiting() {
+    crate::process::in_a_process_of_its_own("soak::all_faults");
+}
+
+#[test]
+#[ignore = "run by the test above, in a process of its own: it counts what that has open"]
+fn all_faults() {
     let number = |name: &str| std::env::var(name).ok().map(|n| n.parse::<u64>().unwrap());
     let seed = number("WINDLASS_SEED").unwrap_or_else(|| std::process::id().into());
     let faults = number("WINDLASS_FAULTS").unwrap_or(100);
