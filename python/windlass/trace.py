@@ -1,7 +1,8 @@
 """OpenTelemetry spans of versions, from the trainer's step to the engine's load.
 
 Owns: :func:`record`, which the package calls, and :func:`context`, for spans of a program's own. The trace of a version has an id that
-is computed from its model, incarnation and number, so trainers and engines write into one trace without telling each other. Must not:
+is computed from its model, incarnation and number, so trainers, engines and the services in Rust write into one trace without telling each
+other. Must not:
 import OpenTelemetry, or do anything in a process that has not.
 """
 
@@ -15,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from windlass.identity import Identity
 
-__all__ = ["context", "record"]
+__all__ = ["context", "ids", "record"]
+
+
+def ids(identity: Identity) -> tuple[int, int]:
+    """The ids of a version's trace and of the parent of its spans, which agents and receivers compute as well."""
+    import hashlib
+
+    hashed = hashlib.sha256(str(identity).encode()).digest()
+    return int.from_bytes(hashed[:16], "big"), int.from_bytes(hashed[16:24], "big")
 
 
 def context(identity: Identity) -> Any:
@@ -26,15 +35,13 @@ def context(identity: Identity) -> Any:
     >>> with tracer.start_as_current_span("rollout", context=context(version)):               # doctest: +SKIP
     ...     ...
     """
-    import hashlib
-
     from opentelemetry import trace
 
-    ids = hashlib.blake2b(str(identity).encode(), digest_size=24).digest()
+    trace_id, span_id = ids(identity)
     # No process records this span: it is the common parent, which each of them can name.
     parent = trace.SpanContext(
-        trace_id=int.from_bytes(ids[:16], "big") or 1,
-        span_id=int.from_bytes(ids[16:], "big") or 1,
+        trace_id=trace_id,
+        span_id=span_id,
         is_remote=True,
         trace_flags=trace.TraceFlags(trace.TraceFlags.SAMPLED),
     )

@@ -4,6 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serialize};
+use sha2::{Digest as _, Sha256};
 
 use crate::error::{Kind, excerpt};
 use crate::hex::hex_bytes;
@@ -115,6 +116,19 @@ impl fmt::Display for Identity {
     }
 }
 
+impl Identity {
+    /// The ids, for OpenTelemetry, of the trace of this version and of the span that is the parent of all others in it. Every
+    /// process computes them, so that they write into one trace without telling each other. `windlass.trace` in Python does the same.
+    pub fn trace_ids(&self) -> ([u8; 16], [u8; 8]) {
+        let name = format!("{}@{:016x}.{}", self.model_id, self.incarnation.0, self.version);
+        let hash: [u8; 32] = Sha256::digest(name).into();
+        let (mut trace, mut parent) = ([0; 16], [0; 8]);
+        let bytes = hash.iter();
+        trace.iter_mut().chain(&mut parent).zip(bytes).for_each(|(id, byte)| *id = *byte);
+        (trace, parent)
+    }
+}
+
 macro_rules! hash128 {
     ($name:ident, $doc:literal) => {
         hex_bytes!($name, 16, IdentityError, |text| IdentityError::Hash(excerpt(text)), $doc);
@@ -142,6 +156,19 @@ mod tests {
             let json = serde_json::to_string(bad).unwrap();
             assert!(serde_json::from_str::<ModelId>(&json).is_err(), "{bad:?}");
         }
+    }
+
+    #[test]
+    fn the_ids_of_a_versions_trace_are_those_that_python_computes() {
+        let model_id = ModelId::new("policy").unwrap();
+        let identity = Identity { model_id, incarnation: Incarnation(0x18e9_8e48), version: 7 };
+        let (trace, parent) = identity.trace_ids();
+        let hex = |bytes: &[u8]| bytes.iter().map(|b| format!("{b:02x}")).collect::<String>();
+        // hashlib.sha256(b"policy@0000000018e98e48.7").hexdigest(); tests/python/test_otel.py has the same.
+        assert_eq!(
+            (hex(&trace), hex(&parent)),
+            ("bd4d3ade307eded8e039a62950f61e29".into(), "2dcb4086ca520fc1".into())
+        );
     }
 
     #[test]

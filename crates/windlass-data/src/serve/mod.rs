@@ -113,6 +113,21 @@ pub struct ServerConfig {
     pub relay_from: usize,
     /// Holders of the other parts, if this server leads.
     pub peers: Vec<Arc<dyn Peer>>,
+    /// Told of every version that was sealed, by the thread that did it.
+    pub on_sealed: Option<OnSealed>,
+}
+
+/// See [`ServerConfig::on_sealed`].
+pub type OnSealed = Arc<dyn Fn(&Sealed) + Send + Sync>;
+
+/// A version that was sealed.
+#[derive(Clone, Debug)]
+pub struct Sealed {
+    pub identity: Identity,
+    /// How long it took.
+    pub seconds: f64,
+    /// The delta that leads to it, if there is one.
+    pub delta: Option<DeltaStats>,
 }
 
 impl ServerConfig {
@@ -132,6 +147,7 @@ impl ServerConfig {
             max_instances: 4096,
             relay_from: 3,
             peers: Vec::new(),
+            on_sealed: None,
         }
     }
 }

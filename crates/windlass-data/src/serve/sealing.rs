@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use windlass_core::digest::{StateSum, SumTable};
-use windlass_core::identity::{Incarnation, StateDigest, Version};
+use windlass_core::identity::{Identity, Incarnation, StateDigest, Version};
 use windlass_core::ranges::BlockRanges;
 use windlass_core::wire::TicketError;
 use windlass_core::wire::control::PartRequest;
 
 use super::{
-    Active, BACK_PATIENCE, DeltaStats, GATHER_PATIENCE, Inner, SealedSlot, ServeError, State, count,
+    Active, BACK_PATIENCE, DeltaStats, GATHER_PATIENCE, Inner, Sealed, SealedSlot, ServeError, State, count,
     revoke_all,
 };
 use crate::region::{AgentSeat, Lease, LeaseKind, RegionError, Seal};
@@ -283,6 +283,7 @@ impl Inner {
         let base = self.hold_base(&job);
         job.finish(digest)?;
         self.sealed(slot, id, version, Arc::new(sealed.sums), delta);
+        self.tell_sealed(version, start, delta);
         self.keep_back(base, version);
         if self.joins() {
             self.sweep(version);
@@ -290,6 +291,13 @@ impl Inner {
             self.join_ready();
         }
         Ok(())
+    }
+
+    fn tell_sealed(&self, version: Version, start: Instant, delta: Option<DeltaStats>) {
+        let Some(on_sealed) = &self.config.on_sealed else { return };
+        let (model_id, incarnation) = (self.region.model_id().clone(), self.region.incarnation());
+        let identity = Identity { model_id, incarnation, version };
+        on_sealed(&Sealed { identity, seconds: start.elapsed().as_secs_f64(), delta });
     }
 
     /// A hold on the slot of the version before, beyond the end of the sealing.
@@ -325,6 +333,7 @@ impl Inner {
         let base = self.hold_base(&job);
         job.finish(digest)?;
         self.sealed(slot, id, version, Arc::clone(&sums), None);
+        self.tell_sealed(version, start, None);
         self.keep_back(base, version);
         self.sealed_unseen(slot, SealedSlot { id, version, sums, digest });
         self.sweep(version);

@@ -63,6 +63,7 @@ use crate::service::agent_address::{self, AgentAddress};
 use crate::service::control::HttpControl;
 use crate::service::http::{self, Body, Failure, Limits, MAX_POLL, Params};
 use crate::service::nixl::Nixl;
+use crate::service::spans::{self, Spans};
 use crate::service::store::publish::{Figures, Publisher, StoreOptions};
 use crate::service::tls;
 use crate::service::token;
@@ -122,6 +123,7 @@ const OTHER_LIFE: Duration = Duration::from_secs(1);
 impl Agent {
     /// Serves until it is told to end.
     pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
+        let _spans = Spans::start("windlass-agent");
         let advertise_host = match &self.advertise_host {
             Some(host) => host.clone(),
             None => Host::new(&self.advertised()?).map_err(|e| Error::Usage(e.to_string()))?,
@@ -181,6 +183,7 @@ impl Agent {
             streams: self.streams,
             transfer_timeout: self.timeout,
             peers: self.peers.iter().map(peer).collect::<Result<_, _>>()?,
+            on_sealed: Some(Arc::new(spans::of_sealed)),
             ..ServerConfig::new(advertise_host.clone())
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -14,6 +14,7 @@
 //! | [`plane`] | both ends of the control connection, for trainers and engines written in Rust |
 //! | [`http`] | the HTTP server of all services: bounded and authenticated |
 //! | [`client`] | the HTTP client of all services: with deadlines |
+//! | [`spans`] | OpenTelemetry spans of what services do with a version |
 //! | [`token`], [`tls`] | secrets and certificates |
 //! | [`nixl`] | whether a service reads or exports memory by NIXL |
 //! | [`program`] | how this program starts itself again |
@@ -30,6 +31,7 @@ pub mod nixl;
 pub mod plane;
 pub mod program;
 pub(crate) mod receive;
+pub(crate) mod spans;
 pub mod store;
 pub mod supervise;
 pub mod tls;

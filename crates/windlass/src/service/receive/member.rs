@@ -37,6 +37,7 @@ use crate::service::controller::client::{ControllerClient, ControllerError};
 use crate::service::controller::wire::{Gate, Join, Joined, MAX_SPANS, Outcome, Poll, Report, Task};
 use crate::service::disk::as_dir::AsDir;
 use crate::service::engines::{EngineEvent, EngineSpec, Engines, Place, Teller};
+use crate::service::spans;
 
 /// The controller that a receiver follows.
 #[derive(Clone, Debug)]
@@ -179,13 +180,14 @@ fn engines_of(
         return Ok(None);
     }
     let loads = EngineLoads::default();
-    let (noted, session) = (Arc::clone(&loads), session.clone());
+    let (noted, session, model_id) = (Arc::clone(&loads), session.clone(), id.clone());
     let teller: Teller = Arc::new(move |event| {
         if let EngineEvent::Loaded { label, pause_ms, load_ms, .. } = event {
             let ended = Instant::now();
             let load = EngineLoad { label: *label, pause_ms: *pause_ms, load_ms: *load_ms, ended };
             noted.lock().push(load);
         }
+        spans::of_engine(&model_id, event);
         session.event(&event.json(), || event.line());
     });
     let mut options = options.clone();

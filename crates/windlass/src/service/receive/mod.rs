@@ -64,11 +64,12 @@ use windlass_data::tcp::PullConfig;
 use windlass_data::tls::Trust;
 
 use crate::console::{Session, bytes};
-use crate::error::{Error, advised};
+use crate::error::{Error, advised, chain};
 use crate::service::control::HttpControl;
 use crate::service::disk::as_dir::{AsDir, Placed};
 use crate::service::engines::{EngineOptions, EngineSpec, Engines, ModelEngine, Place, Teller};
 use crate::service::nixl::Nixl;
+use crate::service::spans::{self, Spans};
 use crate::service::store;
 use crate::service::store::fallback::{Fallback, FallbackStore, Turn};
 
@@ -168,6 +169,7 @@ impl Receive {
     /// Receives until it is told to end, or has what it should get.
     pub(crate) fn run(&self, session: &Session) -> Result<(), Error> {
         let stop = session.cancel();
+        let _spans = Spans::start("windlass-receive");
         if self.with_parent {
             let stop = stop.clone();
             Session::with_parent(move || stop.set())?;
@@ -299,9 +301,19 @@ impl Receive {
             // Nothing yet is no failure: there is just nothing to do but wait on.
             let Some(version) = news.version else { continue };
             attempts.at((news.incarnation, version));
+            let began = Instant::now();
             let synced = match bring(&mut receiver, engines.as_ref(), (news.incarnation, version), stop) {
                 Ok(synced) => synced,
                 Err(e) => {
+                    let identity =
+                        Identity { model_id: model_id.clone(), incarnation: news.incarnation, version };
+                    spans::record(
+                        "windlass.receive",
+                        &identity,
+                        began.elapsed().as_secs_f64() * 1e3,
+                        Vec::new(),
+                        Some(&chain(&e)),
+                    );
                     attempts.failed(e, standing, &*asked, session, stop)?;
                     continue;
                 }
@@ -311,6 +323,7 @@ impl Receive {
             stop.check().map_err(|_| Error::Cancelled)?;
             if let Some(image) = &synced.image {
                 got += 1;
+                spans::of_sync(&image.identity, &synced);
                 session.event(&report(&synced), || line(image, &synced));
                 if let Some(engines) = &engines {
                     engines.want(image);
@@ -340,7 +353,11 @@ impl Receive {
         let Some((engines, options)) = &self.engines else { return Ok(None) };
         let specs: Vec<EngineSpec> = engines.iter().map(|e| e.spec.clone()).collect();
         let session = session.clone();
-        let teller: Teller = Arc::new(move |event| session.event(&event.json(), || event.line()));
+        let id = model_id.clone();
+        let teller: Teller = Arc::new(move |event| {
+            spans::of_engine(&id, event);
+            session.event(&event.json(), || event.line());
+        });
         let place = Place::of(self.dir.join(model_id.as_str()));
         Engines::start(&specs, options, place, &teller).map(Some)
     }
@@ -409,6 +426,8 @@ impl Receive {
             got += 1;
             let image = Known { identity, digest: found };
             let ms = start.elapsed().as_secs_f64() * 1e3;
+            let attributes = vec![("windlass.mode", "mapped".into()), ("windlass.bytes", 0.into())];
+            spans::record("windlass.receive", &image.identity, ms, attributes, None);
             session.event(
                 &json!({ "event": "synced", "mode": "mapped", "image": image, "wire_bytes": 0, "total_ms": ms }),
                 || format!("{}: mapped in place, {ms:.1} ms to verify, digest {found}", image.identity),

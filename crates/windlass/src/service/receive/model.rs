@@ -34,6 +34,7 @@ use crate::service::control::HttpControl;
 use crate::service::controller::wire::{Doing, EngineDoing, Lane, Outcome, Task};
 use crate::service::disk::as_dir::AsDir;
 use crate::service::engines::{Engines, Label};
+use crate::service::spans;
 
 /// How long an agent may take to show a version that was announced, which is when it is sealed. An agent that was restarted
 /// meanwhile reads what is in its region first.
@@ -547,6 +548,7 @@ impl Model {
             Ok(Some(fetched)) => {
                 let (base, known) = (fetched.base(), fetched.known());
                 let synced = fetched.synced().clone();
+                spans::of_sync(&known.identity, &synced);
                 state.brought.clone_from(&synced.brought);
                 let delta = (&known.identity, fetched, synced.wire_bytes);
                 let answer = state.orders.fetched(stage.order, &base, delta, now);
@@ -583,6 +585,7 @@ impl Model {
         let session = state.session;
         match result {
             Ok((synced, got)) => {
+                spans::of_sync(&got, &synced);
                 state.brought.clone_from(&synced.brought);
                 let answer = state.orders.replaced(stage.order, &got, now);
                 state.error = None;

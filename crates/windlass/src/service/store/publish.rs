@@ -52,6 +52,7 @@ use super::kept::{add_kept, kept};
 use super::model::{Look, StoredModel, Tag};
 use crate::console::Session;
 use crate::error::chain;
+use crate::service::spans;
 
 /// How long a part may be copied from a slot.
 const LEASE: Duration = Duration::from_secs(5);
@@ -322,6 +323,7 @@ impl Task {
 
     /// Does what is due now. Answers whether there is more.
     fn round(&mut self, stop: &Stop) -> Result<bool, PublishError> {
+        let began = Instant::now();
         if self.model.is_none() {
             self.open(stop)?;
         }
@@ -340,7 +342,7 @@ impl Task {
         }
         let before = self.uploading.as_ref().map(|u| u.done.len());
         self.upload_parts(stop)?;
-        self.publish(stop)?;
+        self.publish(began, stop)?;
         self.compose(stop)?;
         self.remove_old(stop)?;
         // A trainer that has the slot leaves nothing to copy for now.
@@ -643,7 +645,7 @@ impl Task {
     }
 
     /// Writes the index of the tip and moves the head, if there is an anchor and the tip is new.
-    fn publish(&mut self, stop: &Stop) -> Result<(), PublishError> {
+    fn publish(&mut self, began: Instant, stop: &Stop) -> Result<(), PublishError> {
         let (Some((version, digest)), Some((anchor, parts))) = (self.chain.tip, self.chain.anchor.clone())
         else {
             return Ok(());
@@ -699,6 +701,14 @@ impl Task {
         self.kept.retain(|k| k.object != object);
         self.kept.push(Kept { object, unix_ms: index.unix_ms, needs: index.needs(&parts) });
         let links = index.deltas.len();
+        let attributes = vec![("windlass.deltas", links.into())];
+        spans::record(
+            "windlass.store",
+            &index.identity,
+            began.elapsed().as_secs_f64() * 1e3,
+            attributes,
+            None,
+        );
         self.note(|f| {
             f.version = Some(version);
             f.versions += 1;
