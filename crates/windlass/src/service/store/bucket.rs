@@ -12,7 +12,8 @@ use std::future::Future;
 use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use object_store::aws::AmazonS3Builder;
@@ -38,6 +39,8 @@ const RETRIES: usize = 4;
 const RETRY_FOR: Duration = Duration::from_secs(45);
 /// How long one operation may take with its repetitions.
 const OPERATION: Duration = Duration::from_mins(4);
+/// How long the first answer of a store may take before the log says so.
+const QUIET: Duration = Duration::from_secs(10);
 /// What a message has in it if the credentials themselves could not be got.
 const TOKEN: &str = "token request";
 /// The most objects of a listing.
@@ -125,6 +128,8 @@ pub(crate) struct Bucket {
     url: StoreUrl,
     store: Arc<dyn ObjectStore>,
     prefix: Path,
+    /// Whether it has answered, or the log says that it has not.
+    heard: AtomicBool,
     runtime: Option<tokio::runtime::Runtime>,
     /// Set when it is dropped, which ends requests that are still under way.
     end: Stop,
@@ -217,7 +222,7 @@ impl Bucket {
             .enable_all()
             .build()
             .map_err(|e| failed(Kind::Exhausted, e.to_string()))?;
-        Ok(Bucket { url: url.clone(), store, prefix, runtime: Some(runtime), end })
+        Ok(Bucket { url: url.clone(), store, prefix, heard: AtomicBool::new(false), runtime: Some(runtime), end })
     }
 
     /// The URL, which holds no secret.
@@ -263,14 +268,25 @@ impl Bucket {
             return Err(self.failure(action, object, Kind::Bug, "the store is closed"));
         };
         let stop = stop.with_timeout(OPERATION);
+        let began = Instant::now();
         runtime.block_on(async {
             tokio::pin!(work);
             loop {
+                if began.elapsed() >= QUIET && !self.heard.swap(true, Ordering::Relaxed) {
+                    // Without credentials in the environment, the service of the instance that gives them is asked, and there may be none.
+                    tracing::warn!(
+                        "{}: no answer for {} s, still trying to {action} {object}: if this stays so, {}",
+                        self.url,
+                        QUIET.as_secs(),
+                        remedy(&self.url)
+                    );
+                }
                 if let Err(stopped) = stop.check() {
                     let why = "the deadline passed, or the service was told to end";
                     return Err(self.failure(action, object, stopped.kind(), why));
                 }
                 if let Ok(done) = tokio::time::timeout(stop.nap(), &mut work).await {
+                    self.heard.store(true, Ordering::Relaxed);
                     return Ok(done);
                 }
             }
