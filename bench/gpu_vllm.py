@@ -45,7 +45,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +260,19 @@ def idle(device: str) -> None:
 class Engine(servers.Vllm):
     """vLLM on the model of a folder, with our routes."""
 
-    def __init__(self, given: argparse.Namespace, model: Path, token: str, *, dummy: bool) -> None:
+    def __init__(
+        self,
+        given: argparse.Namespace,
+        model: Path,
+        token: str,
+        *,
+        dummy: bool,
+        dtype: str | None = None,
+        options: Sequence[str] = (),
+        paths: Sequence[Path] = (),
+        deadline: float = START,
+    ) -> None:
+        """``options`` are more of vLLM's own, ``paths`` more of where its processes find modules."""
         port = servers.free_port()
         command = [given.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
@@ -268,18 +280,20 @@ class Engine(servers.Vllm):
         command += ["--load-format", "dummy"] if dummy else []
         command += vllm_own.OPTIONS if given.beside else []
         command += ["--enforce-eager"] if given.eager and given.device != "cpu" else []
-        paths, plugins = [str(ROOT / "python")], "windlass"
+        command += options
+        found, plugins = [str(ROOT / "python"), *map(str, paths)], "windlass"
         env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "WINDLASS_TOKEN": token}
         if given.device == "cpu":
             # Weights stay as they were loaded, as they do on a GPU.
-            paths.append(str(ROOT / "tests" / "engines" / "plugin"))
+            found.append(str(ROOT / "tests" / "engines" / "plugin"))
             plugins += ",plain_weights"
-            command += ["--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni"]
+            command += ["--dtype", dtype or "float32", "--enforce-eager"]
+            command += ["--distributed-executor-backend", "uni"]
             env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1"}
             env |= {"WINDLASS_TEST_PLAIN_WEIGHTS": "1"}
         else:
             memory = given.memory or (0.45 if given.device == given.trainer_device else 0.85)
-            command += ["--dtype", "bfloat16", "--gpu-memory-utilization", str(memory)]
+            command += ["--dtype", dtype or "bfloat16", "--gpu-memory-utilization", str(memory)]
             index = given.device.partition(":")[2]
             if index:
                 visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -290,10 +304,10 @@ class Engine(servers.Vllm):
         logging["root"] = {"level": "INFO", "handlers": ["told"]}
         (model.parent / "logging.json").write_text(json.dumps(logging))
         env["VLLM_LOGGING_CONFIG_PATH"] = str(model.parent / "logging.json")
-        env |= {"VLLM_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(paths)}
+        env |= {"VLLM_PLUGINS": plugins, "PYTHONPATH": os.pathsep.join(found)}
         env |= vllm_own.ENV if given.beside else {}
         env["PATH"] = os.pathsep.join([str(Path(given.vllm_python).parent), os.environ["PATH"]])
-        servers.Server.__init__(self, command, env, port=port, deadline=START)
+        servers.Server.__init__(self, command, env, port=port, deadline=deadline)
 
 
 class Requests:

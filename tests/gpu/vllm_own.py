@@ -21,6 +21,20 @@ OPTIONS = ["--weight-transfer-config", json.dumps({"backend": "ipc"})]
 WAYS = ("ipc", "reload")
 
 
+def ipc_sender(url: str, model: Any, packed_bytes: int = 0) -> Any:
+    """The trainer's end of vLLM's IPC backend. It sends handles of all parameters, or packs them into a buffer of so many bytes first."""
+    from vllm.distributed.weight_transfer.base import ModuleSource
+    from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo, IPCTrainerWeightTransferEngine
+
+    wire = {"packed": True, "packed_buffer_size_bytes": packed_bytes} if packed_bytes else {}
+    return IPCTrainerWeightTransferEngine.trainer_init(
+        IPCTrainerInitInfo(rank=0, **wire),
+        client=HTTPVLLMWeightSyncClient(url),
+        source=ModuleSource(model),
+    )
+
+
 class Own:
     """The two ways, into one server."""
 
@@ -60,18 +74,7 @@ class Own:
 
     def _sending(self) -> Any:
         if self._sender is None:
-            from vllm.distributed.weight_transfer.base import ModuleSource
-            from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
-            from vllm.distributed.weight_transfer.ipc_engine import (
-                IPCTrainerInitInfo,
-                IPCTrainerWeightTransferEngine,
-            )
-
-            self._sender = IPCTrainerWeightTransferEngine.trainer_init(
-                IPCTrainerInitInfo(rank=0),
-                client=HTTPVLLMWeightSyncClient(self._engine.url),
-                source=ModuleSource(self._model),
-            )
+            self._sender = ipc_sender(self._engine.url, self._model)
         return self._sender
 
     def _post(self, path: str, body: Any = None) -> None:
