@@ -31,7 +31,7 @@ PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py 
     scripts/compat.py scripts/licences.py scripts/version.py
 EXTENSION := python/windlass/_windlass.abi3.so
 
-.PHONY: help demo build test check test-busy rust loom soak bench peers gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
+.PHONY: help demo build test check test-busy rust loom soak bench peers peers-gpu gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
 .PHONY: clean crates fuzz-smoke
 .PHONY: venv develop wheel wheel-check sbom licences compat version release-notes portable pytest engines frameworks engine-venvs lint-py fmt-py stubs requirements
 
@@ -84,6 +84,11 @@ bench: ## measure every part beside the limits of this machine
 
 peers: gpu-build .venv-peers/ready .venv-vllm/ready .venv-sglang/ready ## compare Windlass with what is used instead, into target/peers (ARGS="--only gloo")
 	.venv-peers/bin/python bench/peers $(ARGS)
+
+peers-gpu: ## the same with all weights on one GPU, and a real vLLM there (PY=python with torch, ARGS="--sizes 8B --served 8B"); says what is missing
+	$(has_python)
+	@$(MAKE) --no-print-directory gpu-build
+	PYTHONPATH=python $(PY) bench/peers --device cuda $(ARGS)
 
 lint: layers ptx-check ## formatting, clippy, layers, PTX, documentation, and the same for Python; warnings are errors
 	$(CARGO) fmt --all --check

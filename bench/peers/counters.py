@@ -145,13 +145,13 @@ def memory(roots: Iterable[int], home: Path) -> int:
 class Peak:
     """The most memory while it is entered."""
 
-    def __init__(self, read: Callable[[], int]) -> None:
-        self._read, self._end = read, threading.Event()
+    def __init__(self, read: Callable[[], int], every: float = EVERY_S) -> None:
+        self._read, self._every, self._end = read, every, threading.Event()
         self.most = 0
         self._thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        while not self._end.wait(EVERY_S):
+        while not self._end.wait(self._every):
             self.most = max(self.most, self._read())
 
     def __enter__(self) -> Peak:

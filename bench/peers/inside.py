@@ -39,7 +39,7 @@ class Inside:
 
     def peers_digest(self) -> str:
         """Of its parameters, as the runner computes it of the trainer's."""
-        return digest(dict(self.model_runner.model.named_parameters()))
+        return digest(dict(self.model_runner.get_model().named_parameters()))
 
     def peers_join(self, port: int, seconds: float) -> bool:
         self._peers_group = group(port, 1, seconds)

@@ -1,7 +1,8 @@
 """The model that every peer carries: Qwen3's names and shapes in bf16, made from a seed, and its steps.
 
 Owns: sizes, names, shapes, the first weights, what a step changes, and the digest. Trainer and engine make the same weights from
-the same seed, as both would load the same checkpoint. Must not: know a peer.
+the same seed, as both would load the same checkpoint. Weights of a GPU are made, changed and hashed there (``device``). Must not: know
+a peer.
 
 A step changes about one element in a hundred. As in RL post-training, most changes are one place of the bf16 grid, and an element of
 small magnitude changes more often than one of large magnitude (probability ~ 1 / |w|).
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from peers import device as on_device
+
 #: The spread of matrices when they are made. Weights of norms lie around one.
 SPREAD = 0.02
 #: An element is drawn, and then changed with the probability min(1, SMALL / |w|). Of a normal distribution a quarter is.
@@ -27,7 +30,7 @@ POOL = 1 << 22
 
 @dataclass(frozen=True)
 class Shape:
-    """A Qwen3 without tied embeddings."""
+    """A Qwen3, without tied embeddings unless it says so."""
 
     hidden: int
     inner: int
@@ -36,6 +39,7 @@ class Shape:
     kv_heads: int
     head: int
     vocabulary: int
+    tied: bool = False
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names as in a checkpoint, and shapes."""
@@ -56,11 +60,8 @@ class Shape:
                 layer + "mlp.up_proj.weight": (self.inner, self.hidden),
                 layer + "mlp.down_proj.weight": (self.hidden, self.inner),
             }
-        return {
-            **found,
-            "model.norm.weight": (self.hidden,),
-            "lm_head.weight": (self.vocabulary, self.hidden),
-        }
+        found["model.norm.weight"] = (self.hidden,)
+        return found if self.tied else {**found, "lm_head.weight": (self.vocabulary, self.hidden)}
 
     def elements(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.tensors().values())
@@ -79,7 +80,7 @@ class Shape:
             "head_dim": self.head,
             "vocab_size": self.vocabulary,
             "max_position_embeddings": 1024,
-            "tie_word_embeddings": False,
+            "tie_word_embeddings": self.tied,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-6,
             "bos_token_id": 1,
@@ -93,25 +94,30 @@ SIZES = {
     "0.5B": Shape(1024, 3072, 29, 16, 8, 64, 65_536),
     "1B": Shape(1536, 4608, 29, 24, 8, 64, 65_536),
     "2B": Shape(2048, 6144, 36, 32, 8, 64, 65_536),
+    # As published.
+    "0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151_936, tied=True),
+    "1.7B": Shape(2048, 6144, 28, 16, 8, 128, 151_936, tied=True),
+    "8B": Shape(4096, 12_288, 36, 32, 8, 128, 151_936),
 }
 
 
 class Weights:
-    """The parameters of one process, each in memory of its own."""
+    """The parameters of one process, each in memory of its own. On ``cpu`` steps are numpy's, elsewhere the device's own."""
 
-    def __init__(self, shape: Shape, seed: int = 1, share: float = 0.01) -> None:
+    def __init__(self, shape: Shape, seed: int = 1, share: float = 0.01, device: str = "cpu") -> None:
         self.shape, self.share = shape, share
         bits = torch.Generator().manual_seed(seed)
-        pool = (torch.randn(POOL, generator=bits) * SPREAD).bfloat16().repeat(2)
+        pool = (torch.randn(POOL, generator=bits) * SPREAD).bfloat16().repeat(2).to(device)
         self.tensors: dict[str, torch.Tensor] = {}
         for name, size in shape.tensors().items():
-            tensor = torch.empty(size, dtype=torch.bfloat16)
+            tensor = torch.empty(size, dtype=torch.bfloat16, device=device)
             flat, at = tensor.view(-1), int(torch.randint(POOL, (), generator=bits))
             for start in range(0, flat.numel(), POOL):
                 part = flat[start : start + POOL]
                 part.copy_(pool[at : at + part.numel()])
             self.tensors[name] = tensor.add_(1.0) if len(size) == 1 else tensor
         self._random = np.random.Generator(np.random.SFC64(seed))
+        self._drift = None if device == "cpu" else torch.Generator(device).manual_seed(seed)
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +126,8 @@ class Weights:
     def step(self) -> int:
         """The next version, in place, and how many elements are other ones than before."""
         changed, apart = 0, max(1, round(1 / (self.share * DRAWN)))
+        if self._drift is not None:
+            return on_device.drift(self.tensors.values(), apart, SMALL, self._drift)
         for tensor in self.tensors.values():
             bits = tensor.view(-1).view(torch.int16).numpy()
             # One of each few neighbours is drawn, and then changed or not.
@@ -139,7 +147,7 @@ class Weights:
         return changed
 
     def digest(self, fused: bool = False) -> str:
-        """SHA-256 over names and bytes. ``fused``: as vLLM keeps them."""
+        """Over names and bytes. ``fused``: as vLLM keeps them."""
         return digest(self.tensors, fused)
 
 
@@ -151,7 +159,7 @@ FUSED = {
 
 
 def digest(tensors: Mapping[str, torch.Tensor], fused: bool = False) -> str:
-    """SHA-256 over names and bytes, in the order of the names."""
+    """SHA-256 over names and bytes, in the order of the names. Of a GPU's tensors, see ``device.digest``."""
     pieces: dict[str, Iterable[torch.Tensor]] = {}
     parts = {part: (whole, some) for whole, some in FUSED.items() for part in some}
     for name, tensor in tensors.items():
@@ -162,6 +170,8 @@ def digest(tensors: Mapping[str, torch.Tensor], fused: bool = False) -> str:
             whole, some = parts[kind]
             front = name.removesuffix(kind)
             pieces[front + whole] = [tensors[front + part] for part in some]
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        return on_device.digest(pieces)
     found = hashlib.sha256()
     for name in sorted(pieces):
         found.update(name.encode())

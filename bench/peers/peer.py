@@ -25,16 +25,22 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class Pause:
-    """When the engine could not serve."""
+    """When the engine could not serve. ``wait`` returns when its device has done what was started: what was begun before the pause
+    is not part of it, and what is begun in it is."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
+    def __init__(self, wait: Callable[[], None] = lambda: None) -> None:
+        self.seconds, self._wait = 0.0, wait
+        #: When the last one ended.
+        self.ended: float | None = None
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
+        self._wait()
         began = time.monotonic()
         yield
-        self.seconds += time.monotonic() - began
+        self._wait()
+        self.ended = time.monotonic()
+        self.seconds += self.ended - began
 
 
 class Meeting:

@@ -43,7 +43,18 @@ COLUMNS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("moved_bytes", "bytes moved", size),
     ("cpu_s", "CPU time", seconds),
     ("memory_bytes", "memory beyond the weights", size),
+    ("device_bytes", "device memory beyond the weights", size),
 )
+
+
+def columns(found: dict[str, Any]) -> list[tuple[str, str, Callable[[float], str]]]:
+    """Those of a table. Where weights are on a GPU, memory is that of the host or that of the device."""
+    on_device = any("device_bytes" in row for row in found["peers"])
+    return [
+        (key, "host memory" if on_device and key == "memory_bytes" else title, write)
+        for key, title, write in COLUMNS
+        if on_device or key != "device_bytes"
+    ]
 
 
 def figure(row: dict[str, Any], key: str) -> dict[str, float] | None:
@@ -59,7 +70,7 @@ def cell(row: dict[str, Any], key: str, write: Callable[[float], str]) -> str:
     found = figure(row, key)
     if found is None:
         return "not measured"
-    if key == "memory_bytes" or write(found["least"]) == write(found["most"]):
+    if key in ("memory_bytes", "device_bytes") or write(found["least"]) == write(found["most"]):
         return write(found["median"])
     return f"{write(found['median'])} ({write(found['least'])} to {write(found['most'])})"
 
@@ -71,14 +82,16 @@ def title_of(found: dict[str, Any]) -> str:
 def table(found: dict[str, Any]) -> list[str]:
     share = found["peers"][0]["changed_share"] if found["peers"] else 0
     lines = [f"## {title_of(found)}", ""]
+    compared = f" Compared by {found['compared_by']}." if "compared_by" in found else ""
     lines += [
-        f"{found['elements']:,} elements in bf16 ({size(found['elements'] * 2)}), {share:.2%} changed per step.",
+        f"{found['elements']:,} elements in bf16 ({size(found['elements'] * 2)}), {share:.2%} changed per step.{compared}",
         "",
     ]
-    lines += ["| | " + " | ".join(title for _, title, _ in COLUMNS) + " | first version | equal |"]
-    lines += ["|---" * (len(COLUMNS) + 3) + "|"]
+    shown = columns(found)
+    lines += ["| | " + " | ".join(title for _, title, _ in shown) + " | first version | equal |"]
+    lines += ["|---" * (len(shown) + 3) + "|"]
     for row in found["peers"]:
-        cells = [cell(row, key, write) for key, _, write in COLUMNS]
+        cells = [cell(row, key, write) for key, _, write in shown]
         equal = f"yes, {row['compared']} times" if row["equal"] else "**NO: wrong bytes**"
         lines.append(
             f"| {row['name']} | " + " | ".join(cells) + f" | {seconds(row['first']['visible_s'])} | {equal} |"
@@ -143,8 +156,9 @@ LEFT, WIDE, STEP, GAP, TOP = 245, 300, 18, 34, 46
 def chart(found: dict[str, Any]) -> str:
     """One panel for each figure. Bars are medians from zero, lines the ranges."""
     rows = found["peers"]
+    shown = columns(found)
     panel = GAP + STEP * len(rows)
-    width, height = LEFT + WIDE + 130, TOP + panel * len(COLUMNS)
+    width, height = LEFT + WIDE + 130, TOP + panel * len(shown)
     title = f"{title_of(found)}: medians; lines are ranges; shorter is better"
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">',
@@ -152,7 +166,7 @@ def chart(found: dict[str, Any]) -> str:
         f"<style>{STYLE}</style>",
         f'<text class="title" x="10" y="22">{escape(title)}</text>',
     ]
-    for number, (key, name, write) in enumerate(COLUMNS):
+    for number, (key, name, write) in enumerate(shown):
         y = TOP + panel * number
         out.append(f'<text class="title" x="10" y="{y + 4}">{escape(name)}</text>')
         figures = [figure(row, key) for row in rows]

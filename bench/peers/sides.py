@@ -16,12 +16,12 @@ import sys
 import tempfile
 import time
 import traceback
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-#: How long a side may take to answer.
-ANSWER_S = 240.0
+#: How long a side may take to answer, and to close.
+ANSWER_S, CLOSE_S = 240.0, 30.0
 
 
 def peer_of(place: str) -> Any:
@@ -35,22 +35,26 @@ def trim() -> None:
     ctypes.CDLL(None).malloc_trim(0)
 
 
-def serve(link: Connection, role: str, place: str, size: str, seed: int, share: float, home: str, port: int, server: str) -> None:  # fmt: skip
+def serve(link: Connection, role: str, place: str, size: str, seed: int, share: float, home: str, port: int, server: str, device_name: str) -> None:  # fmt: skip
     """One side, until it is told to close."""
     os.setsid()
     sys.stdout.flush()
+    from peers.device import Device
     from peers.model import SIZES, Weights
     from peers.peer import Meeting, Pause
 
-    pause = Pause()
+    device = Device(device_name)
+    pause = Pause(device.wait)
     weights: Any = None
     end: Any = None
 
     def answer(word: str, given: Any) -> Any:
         nonlocal weights, end
         if word == "weights":
-            weights = Weights(SIZES[size], seed, share)
+            device.use()
+            weights = Weights(SIZES[size], seed, share, device_name)
             trim()
+            device.trim()
             return weights.nbytes
         if word == "open":
             peer, meeting = peer_of(place), Meeting(Path(home), port, server)
@@ -61,13 +65,21 @@ def serve(link: Connection, role: str, place: str, size: str, seed: int, share: 
             return peer.versions()
         if word == "step":
             changed = weights.step()
+            device.wait()
             trim()
             return changed
+        if word == "trim":
+            return device.trim() if weights is not None else None
         if word == "version":
-            pause.seconds = 0.0
+            pause.seconds, pause.ended = 0.0, None
             began = time.monotonic()
-            end.send(given) if role == "trainer" else end.take(given)
-            return {"began": began, "ended": time.monotonic(), "pause": pause.seconds}
+            if role == "trainer":
+                end.send(given)
+                device.wait_stream()
+            else:
+                end.take(given)
+            # What an engine's end does after the pause is done while the engine serves.
+            return {"began": began, "ended": pause.ended or time.monotonic(), "pause": pause.seconds}
         if word == "settle":
             return end.settle()
         if word == "digest":
@@ -104,9 +116,10 @@ class Side:
     def tell(self, word: str, given: Any = None) -> None:
         self._link.send((word, given))
 
-    def hear(self) -> Any:
-        if not self._link.poll(ANSWER_S):
-            raise TimeoutError(f"the {self.role} has not answered within {ANSWER_S:g} s")
+    def hear(self, patience: float | None = None) -> Any:
+        patience = patience or ANSWER_S
+        if not self._link.poll(patience):
+            raise TimeoutError(f"the {self.role} has not answered within {patience:g} s")
         try:
             error, answer = self._link.recv()
         except EOFError:
@@ -114,6 +127,10 @@ class Side:
         if error is not None:
             raise RuntimeError(f"the {self.role}: {error}")
         return answer
+
+    def answers_before(self, other: Side, patience: float | None) -> bool:
+        """Waits for the first of the two."""
+        return self._link in wait([self._link, other._link], patience or ANSWER_S)
 
     def ask(self, word: str, given: Any = None) -> Any:
         self.tell(word, given)
@@ -130,20 +147,24 @@ class Side:
 class Pair:
     """A trainer and an engine with one peer between them."""
 
-    def __init__(self, context: Any, place: str, size: str, seed: int, share: float, port: int, server: str = "") -> None:  # fmt: skip
+    def __init__(self, context: Any, place: str, size: str, seed: int, share: float, port: int, server: str = "", device: str = "cpu") -> None:  # fmt: skip
         self.home = Path(tempfile.mkdtemp(prefix="windlass-peers-", dir="/dev/shm"))
         self.served = bool(server)
         #: Whether its processes come to rest after a version, as far as is known.
         self.rests = True
         words = (place, size, seed, share, str(self.home), port, server)
-        self.trainer = Side(context, "trainer", *words)
-        self.engine = Side(context, "engine", *words)
+        self.trainer = Side(context, "trainer", *words, device)
+        # With a server, the engine's end has no weights, and needs no device.
+        self.engine = Side(context, "engine", *words, "cpu" if server else device)
 
-    def both(self, word: str, given: Any = None) -> tuple[Any, Any]:
+    def both(self, word: str, given: Any = None, patience: float | None = None) -> tuple[Any, Any]:
         """The engine is told first, and both answer."""
         self.engine.tell(word, given)
         self.trainer.tell(word, given)
-        return self.trainer.hear(), self.engine.hear()
+        # One that has failed is heard before the other, which waits for it in vain.
+        first = self.engine if self.engine.answers_before(self.trainer, patience) else self.trainer
+        answers = {side: side.hear(patience) for side in (first, *{self.trainer, self.engine} - {first})}
+        return answers[self.trainer], answers[self.engine]
 
     def weights(self) -> int:
         """Both hold them; the parameters of a real engine are in its server."""
@@ -159,7 +180,7 @@ class Pair:
 
     def close(self) -> None:
         with contextlib.suppress(Exception):
-            self.both("close")
+            self.both("close", patience=CLOSE_S)
         for side in (self.trainer, self.engine):
             side.end()
         shutil.rmtree(self.home, ignore_errors=True)

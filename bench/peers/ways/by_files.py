@@ -23,11 +23,12 @@ class Writer(Trainer):
 class Reader(Engine):
     def __init__(self, weights: Tensors, meeting: Meeting, pause: Pause) -> None:
         self._weights, self._home, self._pause = weights, meeting.home, pause
+        self._device = str(next(iter(weights.values())).device)
         self._line = Line.connect(meeting)
 
     def take(self, version: int) -> None:
         assert self._line.hear() == (version,)
-        with safe_open(self._home / "model.safetensors", "pt") as file, self._pause():
+        with safe_open(self._home / "model.safetensors", "pt", self._device) as file, self._pause():
             for name in file.keys():  # noqa: SIM118 - it is not a mapping
                 self._weights[name].copy_(file.get_tensor(name))
 

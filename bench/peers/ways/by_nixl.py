@@ -12,8 +12,10 @@ from peers.peer import PATIENCE, Engine, Landing, Line, Meeting, Pause, Peer, Te
 UCX = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
 
 
-def agent_of(name: str) -> Any:
-    os.environ.update(UCX)
+def agent_of(name: str, tensors: Tensors) -> Any:
+    # Memory of a GPU goes by what UCX has for it.
+    if not any(tensor.is_cuda for tensor in tensors.values()):
+        os.environ.update(UCX)
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     from nixl_cu12._api import nixl_agent, nixl_agent_config
 
@@ -22,7 +24,7 @@ def agent_of(name: str) -> Any:
 
 class Exposed(Trainer):
     def __init__(self, weights: Tensors, meeting: Meeting) -> None:
-        self._agent = agent_of("trainer")
+        self._agent = agent_of("trainer", weights)
         tensors = list(weights.values())
         self._registered = self._agent.register_memory(tensors)
         descriptors = self._agent.get_xfer_descs(tensors)
@@ -39,7 +41,7 @@ class Exposed(Trainer):
 class Reader(Engine):
     def __init__(self, landing: Landing, meeting: Meeting) -> None:
         self._landing = landing
-        self._agent = agent_of("engine")
+        self._agent = agent_of("engine", landing.tensors)
         tensors = list(landing.tensors.values())
         self._registered = self._agent.register_memory(tensors)
         self._line = Line.connect(meeting)

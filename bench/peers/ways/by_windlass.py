@@ -12,7 +12,11 @@ class Publisher(Trainer):
         from windlass import WeightManager
 
         self._weights, self._meeting = weights, meeting
-        self._manager = WeightManager(model_id="policy", region_dir=str(meeting.home), timeout=PATIENCE)
+        # On a GPU a baseline is kept there, as docs/gpu.md advises; `auto` might find that it does not fit.
+        mode = "delta" if next(iter(weights.values())).is_cuda else "auto"
+        self._manager = WeightManager(
+            model_id="policy", region_dir=str(meeting.home), timeout=PATIENCE, offload_mode=mode
+        )
 
     def send(self, version: int) -> None:
         self._manager.offload(self._weights, version)
