@@ -24,7 +24,7 @@ class Nccl(Peer):
         return "trainer and engine share one GPU, and NCCL refuses two ranks on one (Duplicate GPU detected)"
 
 
-#: What needs a second model, and is staged, comes last: a run that is short of time leaves it out.
+#: Staged ones come last: a run that is short of time leaves them out.
 GLOO, ZMQ = device_gloo.PEERS, device_zmq.PEERS
 PEERS: list[Peer] = [
     device_windlass.DELTAS,

@@ -24,7 +24,7 @@ BUCKET, BUFFERS = 1 << 30, 2
 
 
 def handles(tensors: list[torch.Tensor]) -> bytes:
-    # Files by name: no descriptors have to be sent, for tensors of the host.
+    # Tensors of the host: as files by name, so that no descriptors have to be sent.
     mp.set_sharing_strategy("file_system")
     written = io.BytesIO()
     ForkingPickler(written, pickle.HIGHEST_PROTOCOL).dump(tensors)
