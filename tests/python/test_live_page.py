@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -352,6 +353,29 @@ def test_what_others_say_never_becomes_markup(controller: Controller, open_page:
     assert page.page.evaluate(
         "[window.evil, document.querySelectorAll('#main img, #main i, #main script, #receivers b').length]"
     ) == [None, 0]
+    assert page.complaints == []
+
+
+def test_the_result_of_an_eval_stands_with_its_version(
+    controller: Controller, open_page: Callable[..., Page]
+) -> None:
+    member = Member(controller, "gpu-0", MODELS)
+    page = open_page()
+    controller.notify("verifier", 1)
+    page.shows('#syncs [data-version="1"]', "v1")
+    assert page.page.locator("#syncs [data-f=eval]").count() == 0
+    words = {"model_id": "actor", "incarnation": 1, "version": 1, "eval": True, "timeout_ms": PATIENCE_MS}
+    words["sender_endpoint"] = "http://127.0.0.1:7000"
+    trainer = threading.Thread(target=controller.ask, args=("/notify_version", words))
+    trainer.start()
+    until = time.monotonic() + PATIENCE_MS / 1000
+    task: dict[str, Any] = {"id": None}
+    while task["id"] is None and time.monotonic() < until:
+        settle([member])
+        task = controller.ask("/take_eval", {"timeout_ms": 50})
+    controller.ask("/eval_done", {"id": task["id"], "result": "<b>good</b>"})
+    trainer.join()
+    page.shows('#syncs [data-version="1"] [data-f=eval]', "<b>good</b>")
     assert page.complaints == []
 
 

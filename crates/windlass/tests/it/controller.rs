@@ -259,6 +259,9 @@ fn a_synchronous_notify_answers_after_the_load_with_the_results_of_its_eval() {
         let none = client.take_eval(&TakeEval { set: None, timeout_ms: 0 }, &stop()).unwrap();
         assert_eq!(none.id, None, "nobody waits for it any more");
     });
+    let syncs = client.status(&stop()).unwrap().sets.remove(0).syncs;
+    let evals: Vec<_> = syncs.iter().map(|s| s.eval.as_deref()).collect();
+    assert_eq!(evals, [None, Some("{\"gsm8k\":0.5}"), Some("failed: no GPU left"), None]);
     let refused = sync(5, None, 50).unwrap_err();
     assert!(refused.status() == Some(504) && refused.to_string().contains("staging"), "{refused}");
 }

@@ -604,7 +604,12 @@ impl State {
                         self.ring();
                     }
                 }
-                Action::NotifyReply { id, outcome } => self.answer(id, Answer::Notify(outcome)),
+                Action::NotifyReply { id, outcome } => {
+                    if let NotifyOutcome::Evaluated { served, result } = &outcome {
+                        self.evaluated(served, result.as_deref().map_err(String::as_str));
+                    }
+                    self.answer(id, Answer::Notify(outcome));
+                }
                 Action::BackPressure { model, ahead, wait, .. } => {
                     tracing::info!(model_id = %model, ahead, wait, "back-pressure");
                 }
@@ -615,6 +620,13 @@ impl State {
             let message = "it asks for orders and never says that it took any: restart it".to_owned();
             self.record.error(now, format!("receiver {}", peer.receiver), Kind::Exhausted, message);
             let _ = self.step(now, Event::Leave { peer });
+        }
+    }
+
+    fn evaluated(&mut self, served: &Served, result: Result<&str, &str>) {
+        let Some(identity) = served.identities.first() else { return };
+        if let Ok(set) = self.barrier.set_of(&identity.model_id) {
+            self.record.evaluated(set, identity, result);
         }
     }
 

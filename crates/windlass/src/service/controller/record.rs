@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use serde_json::Value;
 use windlass_core::barrier::{Millis, ReceiverId, Served, SetName};
 use windlass_core::error::Kind;
 use windlass_core::identity::{Identity, Incarnation, ModelId, Version};
@@ -20,6 +21,8 @@ pub(super) const WITH_SPANS: usize = 10;
 pub(super) const SPANS: usize = 200;
 /// Errors kept.
 pub(super) const ERRORS: usize = 50;
+/// Characters kept of the result of an eval.
+const EVAL: usize = 200;
 
 /// What is remembered.
 #[derive(Debug, Default)]
@@ -330,6 +333,18 @@ impl Record {
         entry.add_spans(now, &report.identity.model_id, report.peer.receiver.as_str(), &report.spans);
     }
 
+    /// An eval of a version has ended.
+    pub(super) fn evaluated(&mut self, set: &SetName, identity: &Identity, result: Result<&str, &str>) {
+        let Some(entry) = self.find(set, identity) else { return };
+        let text = match result.map(serde_json::from_str) {
+            Ok(Ok(Value::String(text))) => text,
+            Ok(Ok(other)) => other.to_string(),
+            Ok(Err(_)) => return,
+            Err(why) => format!("failed: {why}"),
+        };
+        entry.sync.eval = Some(cut(&text, EVAL));
+    }
+
     fn find(&mut self, set: &SetName, identity: &Identity) -> Option<&mut Entry> {
         let own = |m: &SyncModel| m.model_id == identity.model_id && m.incarnation == identity.incarnation;
         let fits = |e: &&mut Entry| e.sync.version == identity.version && e.sync.models.iter().any(own);
@@ -360,6 +375,7 @@ impl Entry {
             staged: 0,
             loaded: 0,
             failed: 0,
+            eval: None,
             spans: Vec::new(),
             spans_left_out: 0,
         };

@@ -147,6 +147,9 @@ pub struct Sync {
     pub loaded: u32,
     /// Failures to stage or load it.
     pub failed: u32,
+    /// The result of its eval, if there was one: a text as it is, anything else as JSON.
+    #[serde(default)]
+    pub eval: Option<String>,
     /// What took how long. Kept for the newest syncs only.
     pub spans: Vec<SyncSpan>,
     /// Spans that were left out because there were too many.
