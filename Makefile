@@ -27,7 +27,7 @@ COMPILED := target/torch-extensions/ready
 AZURITE := .tools/azurite/ready
 endif
 # Where the package and its tests are looked for; the extension is put there by `develop`.
-PYCODE := python tests examples crates/windlass/src/tools/init scripts/stubs.py scripts/entry_points.py scripts/docs_site.py \
+PYCODE := python tests examples crates/windlass/src/tools/init crates/windlass/src/lab/demo scripts/stubs.py scripts/entry_points.py scripts/docs_site.py \
     scripts/compat.py scripts/licences.py scripts/version.py
 EXTENSION := python/windlass/_windlass.abi3.so
 

@@ -12,7 +12,8 @@ use super::{Threads, Work, done, parse_count, parse_percent};
 use crate::console::Session;
 use crate::error::Error;
 use crate::lab::bench::{self, BenchConfig, PlaneConfig};
-use crate::lab::demo;
+use crate::lab::demo::{self, engine::EngineDemo};
+use crate::service::engines::Dialect;
 use crate::tools::doctor;
 use windlass_synth::SynthConfig;
 
@@ -210,6 +211,16 @@ pub(super) struct ParsedDemo {
     /// Keep the live page up after the last step, until Ctrl-C
     #[arg(long)]
     stay: bool,
+    /// Start a real server of this engine, and teach it a sentence: a tiny model learns, and the server's answers change
+    #[arg(
+        long, value_enum, value_name = "NAME",
+        conflicts_with_all = ["model_bytes", "change", "seed", "ranks", "receivers", "streams"],
+    )]
+    engine: Option<Dialect>,
+    /// The Python interpreter that has the engine, torch, transformers and windlass [default: the one that runs this command,
+    /// else that of VIRTUAL_ENV, else python3]
+    #[arg(long, value_name = "PATH", requires = "engine")]
+    python: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]
@@ -308,8 +319,12 @@ impl ParsedPlane {
 
 impl ParsedDemo {
     pub(super) fn check(self) -> Result<Work, Error> {
-        let ParsedDemo { model, ranks, receivers, steps, streams, dir, pace, stay } = self;
+        let ParsedDemo { model, ranks, receivers, steps, streams, dir, pace, stay, engine, python } = self;
         let (model, pace) = (model.check()?, Duration::from_secs_f64(pace));
+        if let Some(engine) = engine {
+            let demo = EngineDemo { engine, python, steps, dir, pace, stay };
+            return Ok(Box::new(move |s| demo.run(s)));
+        }
         let demo = demo::Demo { model, ranks, receivers, steps, streams, dir, pace, stay };
         Ok(Box::new(move |s| demo.run(s)))
     }

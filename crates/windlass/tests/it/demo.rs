@@ -2,7 +2,9 @@
 
 use crate::command;
 use crate::process;
+use std::fs::Permissions;
 use std::io::Write as _;
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -157,6 +159,28 @@ fn a_demo_whose_part_fails_names_it_and_leaves_nothing() {
         assert!(named, "{message}");
         nothing_left(home.path());
     }
+}
+
+#[test]
+fn a_demo_of_an_engine_that_is_not_installed_names_what_is_missing_and_starts_nothing() {
+    let (home, other) = (home(), tempfile::tempdir().unwrap());
+    let bare = other.path().join("python");
+    std::fs::write(&bare, "#!/bin/sh\nexec python3 -S \"$@\"\n").unwrap();
+    std::fs::set_permissions(&bare, Permissions::from_mode(0o755)).unwrap();
+    for engine in ["vllm", "sglang"] {
+        let ran = run!("demo", "--json", "--engine", engine, "--python", &bare, "--dir", home.path());
+        assert_eq!(ran.code, 2, "{}", ran.stdout);
+        let error = &ran.json()["error"];
+        let message = error["message"].as_str().unwrap();
+        assert!(message.starts_with(&format!("{} has no {engine}", bare.display())), "{message}");
+        let advice = error["advice"].as_str().unwrap();
+        assert!(advice.contains(&format!("{} -m pip install {engine}", bare.display())), "{advice}");
+        nothing_left(home.path());
+    }
+    let ran = run!("demo", "--engine", "vllm", "--ranks", "3");
+    assert!(ran.code == 2 && ran.stderr.contains("'--ranks <N>'"), "{}", ran.stderr);
+    let ran = run!("demo", "--python", &bare);
+    assert!(ran.code == 2 && ran.stderr.contains("--engine <NAME>"), "{}", ran.stderr);
 }
 
 #[test]

@@ -12,7 +12,6 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
-use serde_json::json;
 use windlass_core::StateDigest;
 use windlass_core::address::Token;
 use windlass_core::barrier::ReceiverId;
@@ -21,21 +20,18 @@ use windlass_core::manifest::Manifest;
 use windlass_data::file::Checkpoint;
 
 use super::child::Child;
+use super::controller::Controller;
 use super::trainer::{Spec, Trainer};
 use super::training::TrainingLoop;
-use super::{Demo, TIMEOUT, event, report};
+use super::{Demo, TIMEOUT, report};
 use crate::console::Session;
 use crate::error::Error;
-use crate::service::controller::client::ControllerClient;
 use crate::service::controller::status::{SetStatus, Status};
-use crate::service::controller::wire::TrainerLeft;
 use crate::service::token;
 use crate::tools::gc::TOKEN;
 use crate::tools::verify;
 use windlass_synth::SynthConfig;
 
-/// The model set.
-pub(super) const SET: &str = "policy";
 /// The models, and the duration of a step relative to the actor's.
 pub(super) const MODELS: [(&str, f64); 2] = [("actor", 1.0), ("verifier", 1.8)];
 /// Heartbeat timeout of the controller, in seconds.
@@ -62,8 +58,7 @@ struct Cluster<'a> {
     token_file: PathBuf,
     /// Dropped first, so that receivers end before the controller.
     receivers: Vec<Option<Child>>,
-    controller: Child,
-    client: ControllerClient,
+    controller: Controller,
     incidents: Vec<Incident>,
 }
 
@@ -85,7 +80,7 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
     let expected: Vec<Mutex<Expected>> = MODELS.iter().map(|_| Mutex::default()).collect();
     std::thread::scope(|scope| {
         let start_loop = |((trainer, (_, pace)), expected)| {
-            let (client, token) = (cluster.client.clone(), token.clone());
+            let (client, token) = (cluster.controller.client.clone(), token.clone());
             let pace = demo.pace.mul_f64(pace);
             let training = TrainingLoop { trainer, pace, client, token, steps: demo.steps, session };
             Some(scope.spawn(move || training.run(expected)))
@@ -106,7 +101,7 @@ pub(super) fn run(demo: &Demo, home: &Path, session: &Session) -> Result<u8, Err
         });
         let ended = served.and_then(|status| {
             let fine = cluster.compare(&status, &manifests, &expected, start)?;
-            cluster.sign_off(&status)?;
+            cluster.controller.sign_off(&status, session)?;
             cluster.stay()?;
             Ok(u8::from(!fine))
         });
@@ -145,29 +140,9 @@ impl<'a> Cluster<'a> {
         token: &Token,
     ) -> Result<Cluster<'a>, Error> {
         let models: Vec<&str> = MODELS.iter().map(|(name, _)| *name).collect();
-        let args = [
-            "controller".to_owned(),
-            format!("--set={SET}={}", models.join(",")),
-            format!("--token-file={}", token_file.display()),
-            format!("--heartbeat={HEARTBEAT}"),
-            // No receiver existed before this controller.
-            "--settle=0.05".to_owned(),
-            "--with-parent".to_owned(),
-        ];
-        let mut controller = Child::start("controller", home, args)?;
-        let stop = session.cancel().with_timeout(TIMEOUT);
-        let endpoint = controller.expect("listen", &stop, |line| {
-            event(line, "listening").then(|| Some(line.get("endpoint")?.as_str()?.to_owned())).flatten()
-        })?;
-        // The token is valid for this run only, and the user of this terminal owns the processes.
-        session.event(
-            &json!({ "event": "listening", "page": format!("{endpoint}/"), "token_file": token_file }),
-            || format!("live page: {endpoint}/#token={}\n", token.expose()),
-        );
-        let client = ControllerClient::new(&endpoint, token.clone())?;
+        let controller = Controller::start(home, session, (&token_file, token), &models, HEARTBEAT)?;
         let (receivers, incidents) = ((0..demo.receivers).map(|_| None).collect(), Vec::new());
-        let mut cluster =
-            Cluster { demo, session, home, token_file, receivers, controller, client, incidents };
+        let mut cluster = Cluster { demo, session, home, token_file, receivers, controller, incidents };
         for index in 0..demo.receivers {
             if cluster.late().is_none_or(|(late, _)| late != index) {
                 cluster.start_receiver(index)?;
@@ -197,7 +172,7 @@ impl<'a> Cluster<'a> {
         let name = format!("receiver-{index}");
         let mut args = vec![
             "receive".to_owned(),
-            format!("--controller={}", self.client.peer()),
+            format!("--controller={}", self.controller.client.peer()),
             format!("--controller-token-file={}", self.token_file.display()),
             format!("--token-file={}", self.token_file.display()),
             format!("--dir={}", self.receiver_dir(index).display()),
@@ -223,11 +198,11 @@ impl<'a> Cluster<'a> {
         let (mut reached, mut stop) = (None, self.session.cancel().with_timeout(TIMEOUT));
         loop {
             let done = trained()?;
-            self.controller.check()?;
+            self.controller.process.check()?;
             for receiver in self.receivers.iter_mut().flatten() {
                 receiver.check()?;
             }
-            let status = self.client.status(&stop)?;
+            let status = self.controller.client.status(&stop)?;
             let set = status.sets.first().ok_or_else(|| Error::Bug("the controller has no set".into()))?;
             let served = set.served.as_ref().map(|s| s.version);
             if served > reached {
@@ -289,29 +264,15 @@ impl<'a> Cluster<'a> {
         Ok(fine)
     }
 
-    /// Tells the controller that the trainers ended on purpose. Otherwise it would report them as dead.
-    fn sign_off(&self, status: &Status) -> Result<(), Error> {
-        let stop = self.session.cancel().with_timeout(TIMEOUT);
-        for trainer in &status.trainers {
-            let (model_id, incarnation) = (trainer.model_id.clone(), trainer.incarnation);
-            self.client.trainer_left(&TrainerLeft { model_id, incarnation }, &stop)?;
-        }
-        Ok(())
-    }
-
     /// With `--stay`, keeps all processes until Ctrl-C.
     fn stay(&mut self) -> Result<(), Error> {
-        if self.demo.stay {
-            let killed = self.doomed().map_or(String::new(), |(index, _)| {
-                format!(" The error it shows is receiver-{index}, which the demo killed.")
-            });
-            self.session.note(&format!("The live page stays until Ctrl-C.{killed}"));
+        if !self.demo.stay {
+            return Ok(());
         }
-        while self.demo.stay && !self.session.cancel().is_set() {
-            self.controller.check()?;
-            std::thread::sleep(POLL);
-        }
-        Ok(())
+        let killed = self.doomed().map_or(String::new(), |(index, _)| {
+            format!(" The error it shows is receiver-{index}, which the demo killed.")
+        });
+        self.controller.stay(self.session, &killed)
     }
 
     /// Re-hashes the images of the surviving receivers. No newer version is announced, so the images do not change.

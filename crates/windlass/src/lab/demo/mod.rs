@@ -4,9 +4,13 @@
 //! ([`rank`]) and publish every step through a region in shared memory. An agent per trainer seals and serves the
 //! versions. A controller coordinates receivers that serve both models ([`cluster`]). At the end, the demo re-hashes
 //! every image and compares it with the hashes of the ranks' memory. Any difference ends the demo with exit code 1.
+//!
+//! With an engine, one small model learns and a real server of the engine follows instead ([`engine`]).
 
 mod child;
 mod cluster;
+mod controller;
+pub(crate) mod engine;
 pub(crate) mod rank;
 mod report;
 mod trainer;

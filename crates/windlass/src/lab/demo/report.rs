@@ -27,6 +27,15 @@ pub(super) struct Summary<'a> {
     pub(super) fine: bool,
 }
 
+/// A sync in the summary for programs.
+pub(super) fn sync_object(sync: &Sync) -> Value {
+    json!({
+        "version": sync.version, "state": sync.state, "latency_ms": sync.latency_ms, "pause_ms": sync.pause_ms,
+        "bytes": sync.bytes, "full": sync.full, "delta": sync.delta, "staged": sync.staged, "loaded": sync.loaded,
+        "failed": sync.failed, "delta_ratios": sync.models.iter().map(|m| m.delta_ratio).collect::<Vec<_>>(),
+    })
+}
+
 fn state(sync: &Sync) -> &'static str {
     match sync.state {
         SyncState::Open => "open",
@@ -57,16 +66,7 @@ impl Summary<'_> {
                 })
             })
             .collect();
-        let syncs: Vec<Value> = self
-            .syncs()
-            .map(|s| {
-                json!({
-                    "version": s.version, "state": s.state, "latency_ms": s.latency_ms, "bytes": s.bytes,
-                    "full": s.full, "delta": s.delta, "staged": s.staged, "loaded": s.loaded, "failed": s.failed,
-                    "delta_ratios": s.models.iter().map(|m| m.delta_ratio).collect::<Vec<_>>(),
-                })
-            })
-            .collect();
+        let syncs: Vec<Value> = self.syncs().map(sync_object).collect();
         let images: Vec<Value> =
             self.images.iter().map(|(r, d)| json!({ "receiver": r, "digests": d })).collect();
         let incidents: Vec<Value> =

@@ -10,7 +10,8 @@ use windlass_core::wire::control::{Capabilities, VersionInfo};
 use windlass_data::stop::Stop;
 
 use super::TIMEOUT;
-use super::cluster::{Expected, POLL, SET};
+use super::cluster::{Expected, POLL};
+use super::controller::SET;
 use super::trainer::Trainer;
 use crate::console::Session;
 use crate::error::Error;

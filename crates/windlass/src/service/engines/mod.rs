@@ -74,16 +74,16 @@ pub use self::pause::{CachePolicy, Halt, PauseMode};
 use crate::error::Error;
 
 /// Which engine it is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub enum Dialect {
-    /// vLLM.
+    /// vLLM
     Vllm,
-    /// SGLang.
+    /// SGLang
     Sglang,
 }
 
 impl Dialect {
-    const fn as_str(self) -> &'static str {
+    pub(crate) const fn as_str(self) -> &'static str {
         match self {
             Dialect::Vllm => "vllm",
             Dialect::Sglang => "sglang",

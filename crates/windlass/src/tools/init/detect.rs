@@ -1,6 +1,7 @@
 //! Which packages the interpreter has that will run the scripts.
 //!
-//! Owns: the choice of the interpreter, and one question to it (`find.py`) with a deadline. Must not: import a package.
+//! Owns: the choice of the interpreter, and one question to it (`find.py`) with a deadline. `windlass demo --engine` asks it too.
+//! Must not: import a package.
 
 use std::io::{self, Read};
 use std::os::unix::process::CommandExt as _;
@@ -28,8 +29,8 @@ const REST: Duration = Duration::from_secs(1);
 
 /// The interpreter that will run the scripts.
 #[derive(Debug)]
-pub(super) struct Interpreter {
-    pub(super) path: PathBuf,
+pub(crate) struct Interpreter {
+    pub(crate) path: PathBuf,
     /// How a command line names it.
     pub(super) word: String,
     /// Whether `python3` in a script is another one, as far as is known.
@@ -40,7 +41,7 @@ pub(super) struct Interpreter {
 
 impl Interpreter {
     /// The one that was named, else the one that runs this command, else that of the active environment, else `python3`.
-    pub(super) fn choose(named: Option<&Path>) -> Interpreter {
+    pub(crate) fn choose(named: Option<&Path>) -> Interpreter {
         let environment = std::env::var_os("VIRTUAL_ENV").filter(|dir| !dir.is_empty());
         let active = environment.map(|dir| Path::new(&dir).join("bin").join("python"));
         if let Some(path) = named.map(Path::to_owned).or_else(program::interpreter) {
@@ -57,7 +58,7 @@ impl Interpreter {
 
     /// The packages of `names` that it has, with their versions, or null for a version that is not known. None if there is no
     /// interpreter, and none was asked for.
-    pub(super) fn packages(
+    pub(crate) fn packages(
         &self,
         names: &[&str],
         timeout: Duration,
@@ -133,7 +134,7 @@ fn wait(child: &mut Child, stop: &Stop) -> Result<io::Result<ExitStatus>, Stoppe
 }
 
 /// A path as a word of a shell.
-pub(super) fn quoted(path: &Path) -> String {
+pub(crate) fn quoted(path: &Path) -> String {
     let text = path.display().to_string();
     let plain = |c: char| c.is_ascii_alphanumeric() || "/._-+:@%,=".contains(c);
     if !text.is_empty() && text.chars().all(plain) {

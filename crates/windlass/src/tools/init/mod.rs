@@ -7,7 +7,7 @@
 //!
 //! Owns: writing the files, and the output. Must not: import a package, start a framework, or replace a file unless it is told to.
 
-mod detect;
+pub(crate) mod detect;
 mod plan;
 
 use std::fmt::Write as _;
@@ -71,7 +71,8 @@ impl InitError {
                 "name the interpreter that will run the scripts with --python, Python 3.10 or later".into()
             }
             InitError::Silent { .. } => {
-                "run the command again, give it longer with --timeout, or name another interpreter with --python".into()
+                "run the command again, name another interpreter with --python, or give `windlass init` longer with --timeout"
+                    .into()
             }
             InitError::Unfit { engines, .. } => {
                 let names: Vec<_> = engines.iter().map(|e| format!("--engine {}", e.name())).collect();
