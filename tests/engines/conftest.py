@@ -31,6 +31,7 @@ LONGEST = (
     "test_trl.py",
     "test_broadcast.py",
     "test_adapters.py",
+    "test_demo.py",
     "test_examples.py",
     "test_gpu_bench.py",
     "test_sidecar_parallel.py",

@@ -53,7 +53,7 @@ def demo(engine: str, home: Path, *options: str) -> subprocess.Popen[str]:
 
 def test_a_server_of_vllm_learns_the_sentence_of_its_trainer() -> None:
     with tempfile.TemporaryDirectory(dir=SHARED, prefix="windlass-test-") as home:
-        run = demo("vllm", Path(home), "--steps=4", "--pace=0")
+        run = demo("vllm", Path(home), "--steps=4", "--pace=0.1")
         out, _ = run.communicate(timeout=500)
         lines: list[dict[str, Any]] = [json.loads(line) for line in out.splitlines()]
         told = lines[-1]
@@ -69,7 +69,7 @@ def test_a_server_of_vllm_learns_the_sentence_of_its_trainer() -> None:
 
 def test_a_demo_with_sglang_that_is_interrupted_leaves_nothing() -> None:
     with tempfile.TemporaryDirectory(dir=SHARED, prefix="windlass-test-") as home:
-        run = demo("sglang", Path(home), "--steps=3", "--pace=0", "--stay")
+        run = demo("sglang", Path(home), "--steps=3", "--pace=0.1", "--stay")
         assert run.stdout is not None
         told: dict[str, Any] = {}
         while "ok" not in told and "error" not in told:

@@ -161,6 +161,9 @@ enum ParsedCommand {
     /// Starts two trainers with several ranks each, an agent per trainer, a controller with a live page, and receivers that
     /// serve both models. One receiver joins late, and another is killed. At the end, the demo re-hashes every image and
     /// compares it with the trainers' memory.
+    ///
+    /// With --engine, a trainer teaches a tiny model one sentence instead, a real vLLM or SGLang server follows, and the demo shows how
+    /// its answers change. At the end, the server's answer must be that of the trainer's own model.
     #[cfg(feature = "lab")]
     Demo(ParsedDemo),
     #[cfg(feature = "lab")]

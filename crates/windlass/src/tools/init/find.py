@@ -1,6 +1,6 @@
 """Prints, as JSON, which of the packages that its arguments name this interpreter has, with their versions.
 
-`windlass init` runs it with `python -c`. It imports none of the packages: that would take long, and may start a GPU.
+`windlass init` and `windlass demo --engine` run it with `python -c`. It imports none of the packages: that would take long, and may start a GPU.
 """
 
 import importlib.metadata

@@ -189,17 +189,19 @@ impl EngineDemo {
         });
         let mut command = Command::new(python);
         command.arg(&script).arg(options.to_string());
-        let mut trainer = Child::group("trainer", home, command, END)?;
+        let mut trainer = Child::group("trainer", home, command, Duration::ZERO)?;
         let ready =
             trainer.expect("write a checkpoint", &session.cancel().with_timeout(TIMEOUT), |line| {
                 event(line, "ready").then(|| Ready::deserialize(line).ok()).flatten()
             })?;
         drop(bar);
+        // From now on it has a region and an agent to end.
+        let mut trainer = trainer.with_grace(END);
         let mut server = Server::start(self.engine, python, home, (token_file, token), &ready)?;
-        let device = if ready.gpu { "a GPU" } else { "the CPU, which takes up to a minute" };
+        let device = if ready.gpu { "a GPU" } else { "the CPU, which takes a minute or two" };
         session.event(
             &json!({ "event": "server", "engine": self.engine.as_str(), "url": server.url(), "gpu": ready.gpu }),
-            || format!("{} starts on {device}; the trainer teaches it {:?}", self.engine.as_str(), ready.sentence),
+            || format!("{} starts on {device}\nthe model learns {:?}", self.engine.as_str(), ready.sentence),
         );
         server.wait_ready(session)?;
         let args = [

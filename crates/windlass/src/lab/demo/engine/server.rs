@@ -93,6 +93,8 @@ impl Server {
             }
         }
         command.env("WINDLASS_TOKEN_FILE", token_file).env("VLLM_PLUGINS", plugins());
+        // Secrets of other servers.
+        command.env_remove("WINDLASS_TOKEN").env_remove("VLLM_API_KEY");
         command.env("PATH", path_with(python));
         let url = format!("http://127.0.0.1:{port}");
         let http = Http::new(format!("{}={url}", dialect.as_str()), &url, Some(token.clone()));
