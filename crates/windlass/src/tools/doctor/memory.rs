@@ -91,12 +91,19 @@ fn locked(system: &System, limit: Rlimit) -> Check {
     )
 }
 
+/// The size of this machine's pages: kernels of aarch64 may have 64 KiB.
+fn page() -> String {
+    format!("{} KiB", rustix::param::page_size() >> 10)
+}
+
 fn huge(system: &System) -> Check {
     let (name, path) = ("transparent huge pages", "/sys/kernel/mm/transparent_hugepage/enabled");
     let Some(chosen) = system.chosen(path) else { return Check::unknown(name) };
     let off = chosen == "never";
-    Check::ok(name, chosen)
-        .advise(off, format!("staging memory uses 4 KiB pages; `echo madvise > {path}` allows larger ones"))
+    Check::ok(name, chosen).advise(
+        off,
+        format!("staging memory uses {} pages; `echo madvise > {path}` allows larger ones", page()),
+    )
 }
 
 fn shared_huge(system: &System) -> Check {
@@ -105,7 +112,10 @@ fn shared_huge(system: &System) -> Check {
     let off = matches!(&*chosen, "never" | "deny");
     Check::ok(name, chosen).advise(
         off,
-        format!("regions use 4 KiB pages, which costs TLB misses and mapping time; `echo advise > {path}`"),
+        format!(
+            "regions use {} pages, which costs TLB misses and mapping time; `echo advise > {path}`",
+            page()
+        ),
     )
 }
 
