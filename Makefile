@@ -12,6 +12,9 @@ SECONDS ?= 60
 SYNCS ?= 1000
 FAULTS ?= 10000
 JOBS ?= 2
+# Of the wheel: x86_64 or aarch64.
+HOST_ARCH := $(shell uname -m)
+ARCH ?= $(HOST_ARCH)
 # More groups for `make test`, as .ci/run has it run.
 BEFORE ?=
 # A tag or commit, for `make compat`; by default the newest tag before this commit.
@@ -33,7 +36,7 @@ EXTENSION := python/windlass/_windlass.abi3.so
 
 .PHONY: help demo build test check test-busy rust loom soak bench peers peers-gpu gpu gpu-build gpu-vllm gpu-sanitize lint fmt layers ptx ptx-check contract testdata fuzz doc docs
 .PHONY: clean crates fuzz-smoke
-.PHONY: venv develop wheel wheel-check sbom licences compat version release-notes portable pytest engines frameworks engine-venvs lint-py fmt-py stubs requirements
+.PHONY: venv develop wheel wheel-check test-aarch64 sbom licences compat version release-notes portable pytest engines frameworks engine-venvs lint-py fmt-py stubs requirements
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -222,24 +225,31 @@ develop: $(READY) ## build the extension and put it where python/ finds it
 	$(CARGO) build $(DEV) --lib
 	$(call put,debug)
 
-# zig links with the glibc of manylinux_2_28, whatever glibc this machine has, and compiles ring.
+# zig links with the glibc of manylinux_2_28, whatever glibc this machine has, and compiles ring, also for another architecture.
+# Which compiler has that one's standard library, scripts/aarch64.sh says.
 WHEEL_MIB := 12
-wheel: .venv-wheel/ready licences ## a wheel for release, for every Linux with glibc 2.28 and Python 3.10 or later, in target/wheels
-	rm -f target/wheels/windlass-*.whl
-	PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/maturin build --release --locked --strip --zig \
-	    --target "$$(uname -m)-unknown-linux-gnu" --compatibility manylinux_2_28 --out target/wheels
-	.venv-wheel/bin/auditwheel show target/wheels/windlass-*.whl | tr '\n' ' ' | grep -o 'consistent with.*platform tag: "manylinux_2_28_[a-z0-9_]*"'
-	@size=$$(stat -c %s target/wheels/windlass-*.whl); echo "$$((size >> 10)) KiB"; [ $$size -le $$(($(WHEEL_MIB) << 20)) ] || \
+WHEELS := target/wheels/windlass-*_$(ARCH).whl
+wheel: .venv-wheel/ready licences ## a wheel for release, for every Linux with glibc 2.28 and Python 3.10 or later, in target/wheels (ARCH=aarch64)
+	rm -f $(WHEELS)
+	$(if $(filter-out $(HOST_ARCH),$(ARCH)),export RUSTC && RUSTC=$$(scripts/$(ARCH).sh rustc) && $$RUSTC --version &&) \
+	    PATH="$(CURDIR)/.venv-wheel/bin:$$PATH" .venv-wheel/bin/maturin build --release --locked --strip --zig \
+	    --target "$(ARCH)-unknown-linux-gnu" --compatibility manylinux_2_28 --out target/wheels
+	.venv-wheel/bin/auditwheel show $(WHEELS) | tr '\n' ' ' | grep -o 'consistent with.*platform tag: "manylinux_2_28_$(ARCH)"'
+	@size=$$(stat -c %s $(WHEELS)); echo "$$((size >> 10)) KiB"; [ $$size -le $$(($(WHEEL_MIB) << 20)) ] || \
 	    { echo "*** the wheel has more than $(WHEEL_MIB) MiB" >&2; exit 1; }
 
-wheel-check: ## install the wheel where nothing but Python is, in roots of two releases of Debian, and run it (root; needs debootstrap)
-	scripts/wheel_check.sh
+wheel-check: ## install the wheel where nothing but Python is, in roots of two releases of Debian, and run it (root; needs debootstrap; with ARCH=aarch64, qemu)
+	ARCH=$(ARCH) scripts/wheel_check.sh
+
+test-aarch64: ## the wheel of aarch64 and, under qemu, its Rust tests and the Python tests without torch (needs qemu-aarch64-static); not in CI
+	$(MAKE) --no-print-directory wheel ARCH=aarch64
+	scripts/aarch64.sh test $(ARGS)
 
 licences: # LICENSE-THIRD-PARTY: the licences of the crates in the wheel
 	$(PYTHON) scripts/licences.py
 
 sbom: licences ## the SBOM that is in the wheel of `make wheel`, to target/sbom, compared with what the wheel is built of
-	$(PYTHON) scripts/licences.py --check-sbom "$$(ls -t target/wheels/windlass-*.whl | sed -n 1p)"
+	$(PYTHON) scripts/licences.py --check-sbom "$$(ls -t $(WHEELS) | sed -n 1p)"
 
 compat: ## the command of the previous release (PREVIOUS=tag) against this one: agents, receivers, controllers, stores
 	$(CARGO) build $(DEV) --bin windlass
