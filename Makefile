@@ -241,9 +241,8 @@ wheel: .venv-wheel/ready licences ## a wheel for release, for every Linux with g
 wheel-check: ## install the wheel where nothing but Python is, in roots of two releases of Debian, and run it (root; needs debootstrap; with ARCH=aarch64, qemu)
 	ARCH=$(ARCH) scripts/wheel_check.sh
 
-test-aarch64: ## the wheel of aarch64 and, under qemu, its Rust tests and the Python tests without torch (needs qemu-aarch64-static); not in CI
-	$(MAKE) --no-print-directory wheel ARCH=aarch64
-	scripts/aarch64.sh test $(ARGS)
+test-aarch64: .venv-wheel/ready ## the Rust tests of core and data for aarch64, under qemu (needs qemu-aarch64-static); not in CI
+	scripts/aarch64.sh test
 
 licences: # LICENSE-THIRD-PARTY: the licences of the crates in the wheel
 	$(PYTHON) scripts/licences.py
