@@ -140,5 +140,16 @@ test)
     [ "$(uname -m)" != aarch64 ] || fail "this machine is aarch64: \`make test\` runs its tests"
     test_rust
     ;;
+cargo)
+    shift
+    RUSTC=$(rustc)
+    compilers
+    export RUSTC CC_aarch64_unknown_linux_gnu=$own/bin/cc AR_aarch64_unknown_linux_gnu=$own/bin/ar
+    export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=$own/bin/cc
+    export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$root/scripts/aarch64.sh run"
+    cd "$root"
+    "$RUSTC" --version >&2
+    exec "${CARGO:-cargo}" "$1" --target $target "${@:2}"
+    ;;
 *) fail "aarch64.sh test|rustc|cargo|run" ;;
 esac
