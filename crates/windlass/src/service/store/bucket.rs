@@ -222,7 +222,14 @@ impl Bucket {
             .enable_all()
             .build()
             .map_err(|e| failed(Kind::Exhausted, e.to_string()))?;
-        Ok(Bucket { url: url.clone(), store, prefix, heard: AtomicBool::new(false), runtime: Some(runtime), end })
+        Ok(Bucket {
+            url: url.clone(),
+            store,
+            prefix,
+            heard: AtomicBool::new(false),
+            runtime: Some(runtime),
+            end,
+        })
     }
 
     /// The URL, which holds no secret.
