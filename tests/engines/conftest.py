@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,6 +48,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files in that order; the tests of one stay as they are."""
     rank = {name: n for n, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
+
+#: Queues between the processes of vLLM and of SGLang, in /dev/shm.
+QUEUES = ("psm_*", "sgl_shm_mq_*")
+#: A younger one may be between its making and its mapping.
+SETTLED_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def no_queues_of_killed_servers() -> Iterator[None]:
+    """Removes what servers that were killed have left in memory: up to 250 MB each, of which other tests run short."""
+    yield
+    left: dict[str, Path] = {}
+    for path in (path for name in QUEUES for path in Path("/dev/shm").glob(name)):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            if status.st_uid == os.getuid() and time.time() - status.st_mtime > SETTLED_S:
+                left[str(path)] = path
+    if not left:
+        return
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        # Processes end meanwhile, and those of other users do not show theirs.
+        with contextlib.suppress(OSError):
+            used = {line.rpartition(" ")[2] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+            left = {name: path for name, path in left.items() if name not in used}
+    for path in left.values():
+        path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")
