@@ -31,7 +31,7 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",
     # Ray's workers stand back for everything else on the machine, such as other tests.
     "RAY_worker_niceness": "0",
-    # It kills workers when the machine is short of memory, whoever has it.
+    # It kills workers when the machine is short of memory, also by what other tests use.
     "RAY_memory_monitor_refresh_ms": "0",
     "GLOO_SOCKET_IFNAME": "eth0",
     "OMP_NUM_THREADS": "1",

@@ -30,7 +30,7 @@ def cluster() -> Iterator[None]:
     changed = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": environment()["PYTHONPATH"]}
     # Ray's workers stand back for everything else on the machine, such as other tests.
     changed["RAY_worker_niceness"] = "0"
-    # It kills workers when the machine is short of memory, whoever has it.
+    # It kills workers when the machine is short of memory, also by what other tests use.
     changed["RAY_memory_monitor_refresh_ms"] = "0"
     before = {name: os.environ.get(name) for name in changed}
     os.environ.update(changed)

@@ -60,7 +60,7 @@ def test_openrlhf_trains_with_engines_that_pull_and_names_one_that_died(
         "VLLM_NO_USAGE_STATS": "1",
         # Ray's workers stand back for everything else on the machine, such as other tests.
         "RAY_worker_niceness": "0",
-        # It kills workers when the machine is short of memory, whoever has it.
+        # It kills workers when the machine is short of memory, also by what other tests use.
         "RAY_memory_monitor_refresh_ms": "0",
         # Nothing is compiled for the few tokens of a test.
         "TORCHDYNAMO_DISABLE": "1",
